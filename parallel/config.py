@@ -1,0 +1,41 @@
+"""How the model is split over the processes."""
+
+from typing import Literal
+
+from conf.typed import config, setting
+
+
+@config
+class Parallel:
+    """Data parallelism is what remains of the world size: dp = processes / (tp x pp)."""
+
+    tp: int = setting(1, on_resume="free", help="tensor-parallel size: each layer split over tp processes")
+    pp: int = setting(1, on_resume="free", help="pipeline stages")
+    sequence_parallel: bool = setting(
+        False, on_resume="free", help="split activations between the tp regions over the sequence; needs tp > 1"
+    )
+    recompute: Literal["none", "block"] = setting(
+        "none", on_resume="free", help="recompute each block's activations in backward instead of keeping them"
+    )
+    stage_layers: list[int] | None = setting(
+        None, on_resume="free", help="blocks of each pipeline stage; null balances by cost"
+    )
+
+    def __post_init__(self) -> None:
+        if self.tp < 1 or self.pp < 1:
+            raise ValueError(f"parallel.tp ({self.tp}) and parallel.pp ({self.pp}) must be at least 1")
+        if self.sequence_parallel and self.tp == 1:
+            raise ValueError(
+                "parallel.sequence_parallel=true needs parallel.tp of 2 or more (it is 1); "
+                "set parallel.sequence_parallel=false"
+            )
+        if self.stage_layers is not None:
+            if len(self.stage_layers) != self.pp:
+                raise ValueError(
+                    f"parallel.stage_layers names {len(self.stage_layers)} stages but parallel.pp is {self.pp}; "
+                    "give one number of blocks a stage"
+                )
+            if min(self.stage_layers) < 1:
+                raise ValueError(
+                    f"parallel.stage_layers {self.stage_layers}: each stage needs at least one block"
+                )
