@@ -42,3 +42,8 @@ def config(cls: type[T]) -> type[T]:
 def parse(cls: type[T], raw: Mapping[str, Any]) -> T:
     """The typed tree of `raw`, or ValueError that lists every error with its path."""
     return pydantic.TypeAdapter(cls).validate_python(dict(raw))
+
+
+def union(discriminator: str) -> Any:
+    """Annotation of a union of sections told apart by one field: `Annotated[A | B, union("kind")]`."""
+    return pydantic.Field(discriminator=discriminator)

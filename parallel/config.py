@@ -12,10 +12,14 @@ class Parallel:
     tp: int = setting(1, on_resume="free", help="tensor-parallel size: each layer split over tp processes")
     pp: int = setting(1, on_resume="free", help="pipeline stages")
     sequence_parallel: bool = setting(
-        False, on_resume="free", help="split activations between the tp regions over the sequence; needs tp > 1"
+        False,
+        on_resume="free",
+        help="split activations between the tp regions over the sequence; needs tp > 1",
     )
     recompute: Literal["none", "block"] = setting(
-        "none", on_resume="free", help="recompute each block's activations in backward instead of keeping them"
+        "none",
+        on_resume="free",
+        help="recompute each block's activations in backward instead of keeping them",
     )
     stage_layers: list[int] | None = setting(
         None, on_resume="free", help="blocks of each pipeline stage; null balances by cost"

@@ -1,0 +1,104 @@
+"""Collectives with gradients, over one group. A group of size 1 costs nothing.
+
+B batch, S sequence length, D width, tp group size.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parallel.mesh import Group
+
+
+def all_reduce(x: Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+    """Reduce in place, without gradient; returns x."""
+    if group.size > 1:
+        dist.all_reduce(x, op=op, group=group.handle)
+    return x
+
+
+def gather_rows(x: Tensor, group: Group) -> Tensor:
+    """(n, ...) of each rank -> (size n, ...), in rank order, without gradient."""
+    out = x.new_empty((group.size * x.shape[0], *x.shape[1:]))
+    dist.all_gather_into_tensor(out, x.contiguous(), group=group.handle)
+    return out
+
+
+def reduce_scatter_rows(x: Tensor, group: Group) -> Tensor:
+    """(size n, ...) -> this rank's (n, ...) of the sum, without gradient."""
+    out = x.new_empty((x.shape[0] // group.size, *x.shape[1:]))
+    dist.reduce_scatter_tensor(out, x.contiguous(), group=group.handle)
+    return out
+
+
+def _gather_sequence(x: Tensor, group: Group) -> Tensor:
+    rows = gather_rows(x.transpose(0, 1), group)  # (S, B, D)
+    return rows.transpose(0, 1)
+
+
+def _reduce_scatter_sequence(x: Tensor, group: Group) -> Tensor:
+    rows = reduce_scatter_rows(x.transpose(0, 1), group)  # (S / tp, B, D)
+    return rows.transpose(0, 1)
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return all_reduce(grad.contiguous().clone(), ctx.group), None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, group: Group) -> Tensor:
+        return all_reduce(x.contiguous().clone(), group)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return grad, None
+
+
+class _GatherSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return _gather_sequence(x, group)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return _reduce_scatter_sequence(grad, ctx.group), None
+
+
+class _ScatterSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return _reduce_scatter_sequence(x, group)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return _gather_sequence(grad, ctx.group), None
+
+
+def copy_to(x: Tensor, group: Group) -> Tensor:
+    """Identity; backward sums the gradients over the group. Entry of a tensor-parallel region."""
+    return x if group.size == 1 else _Copy.apply(x, group)  # type: ignore[return-value]
+
+
+def reduce_from(x: Tensor, group: Group) -> Tensor:
+    """Sum over the group; backward is the identity. Exit of a tensor-parallel region."""
+    return x if group.size == 1 else _Reduce.apply(x, group)  # type: ignore[return-value]
+
+
+def gather_sequence(x: Tensor, group: Group) -> Tensor:
+    """(B, S / tp, D) -> (B, S, D); backward is a reduce-scatter."""
+    return x if group.size == 1 else _GatherSequence.apply(x, group)  # type: ignore[return-value]
+
+
+def scatter_sequence(x: Tensor, group: Group) -> Tensor:
+    """Partial sums (B, S, D) -> this rank's part of their sum (B, S / tp, D); backward is an all-gather."""
+    return x if group.size == 1 else _ScatterSequence.apply(x, group)  # type: ignore[return-value]

@@ -1,0 +1,197 @@
+"""Linear layers and embeddings split over the tensor-parallel group (Megatron's column and row split).
+
+B batch, S sequence length, D width, V vocabulary. Under sequence parallelism x outside the tensor-parallel
+regions is this rank's (B, S / tp, D); inside, and always without it, the sequence is whole.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from parallel.collectives import copy_to, gather_sequence, reduce_from, scatter_sequence
+from parallel.mesh import SINGLE, Group
+from parallel.piece import Fill, Piece, tag
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """The tp group and whether activations outside its regions are split over the sequence."""
+
+    group: Group = SINGLE
+    sequence: bool = False
+
+    def enter(self, x: Tensor) -> Tensor:
+        """x as stored between the regions -> whole x, with its gradient summed on the way back."""
+        return gather_sequence(x, self.group) if self.sequence else copy_to(x, self.group)
+
+    def leave(self, x: Tensor) -> Tensor:
+        """Partial sums of whole x -> x as stored between the regions."""
+        return scatter_sequence(x, self.group) if self.sequence else reduce_from(x, self.group)
+
+
+@dataclass(frozen=True)
+class Heads:
+    """One output of a ColumnLinear: `count` blocks of `width` rows, split over tp by whole blocks.
+
+    With fewer blocks than ranks, tp / count neighbouring ranks hold the same block.
+    """
+
+    count: int
+    width: int = 1
+
+    def local_blocks(self, group: Group) -> tuple[int, int]:
+        """(first block, number of blocks) of this rank; ValueError when it does not divide."""
+        if self.count % group.size == 0:
+            blocks = self.count // group.size
+            return group.rank * blocks, blocks
+        if group.size % self.count == 0:
+            return group.rank * self.count // group.size, 1
+        raise ValueError(
+            f"{self.count} blocks of {self.width} cannot be split over tp ({group.size}); "
+            "one must be a multiple of the other"
+        )
+
+    def replicas(self, group: Group) -> int:
+        """How many ranks hold the same block."""
+        return max(1, group.size // self.count)
+
+
+class ColumnLinear(nn.Module):
+    """One product for several outputs that share their input: y_name = x W_name^T, rows split over tp.
+
+    x (B, S, d_in), already entered -> one (B, S, local rows) per output, in the order of `outputs`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        d_in: int,
+        outputs: Mapping[str, Heads],
+        *,
+        std: float,
+        group: Group,
+        bias: bool = False,
+    ) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+        weights: list[Piece] = []
+        biases: list[Piece] = []
+        for output, heads in outputs.items():
+            first, blocks = heads.local_blocks(group)
+            copies = heads.replicas(group)
+            rows, total, at = blocks * heads.width, heads.count * heads.width, first * heads.width
+            owner, summed = group.rank % copies == 0, copies > 1
+            done = sum(self.sizes)
+            weights.append(
+                Piece(
+                    f"{name}.{output}.weight",
+                    (total, d_in),
+                    (at, 0),
+                    (rows, d_in),
+                    done * d_in,
+                    owner,
+                    summed,
+                )
+            )
+            biases.append(Piece(f"{name}.{output}.bias", (total,), (at,), (rows,), done, owner, summed))
+            self.sizes.append(rows)
+        self.weight = nn.Parameter(torch.empty(sum(self.sizes), d_in))
+        tag(self.weight, weights, Fill(0.0, std))
+        self.bias = nn.Parameter(torch.empty(sum(self.sizes))) if bias else None
+        if self.bias is not None:
+            tag(self.bias, biases, Fill(0.0, 0.0))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return F.linear(x, self.weight, self.bias).split(self.sizes, dim=-1)
+
+
+class RowLinear(nn.Module):
+    """y = sum over tp of x_local W_local^T, columns split over tp; leaves the region.
+
+    x (B, S, local columns) -> (B, S, d_out), or (B, S / tp, d_out) under sequence parallelism.
+    """
+
+    def __init__(
+        self, name: str, d_in: int, d_out: int, *, std: float, parallel: TensorParallel, bias: bool = False
+    ) -> None:
+        super().__init__()
+        group = parallel.group
+        if d_in % group.size:
+            raise ValueError(f"{name}: {d_in} columns cannot be split over tp ({group.size})")
+        self.parallel = parallel
+        columns = d_in // group.size
+        self.weight = nn.Parameter(torch.empty(d_out, columns))
+        piece = Piece(f"{name}.weight", (d_out, d_in), (0, group.rank * columns), (d_out, columns))
+        tag(self.weight, [piece], Fill(0.0, std))
+        self.bias = replicated(f"{name}.bias", d_out, Fill(0.0, 0.0), parallel) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.parallel.leave(F.linear(x, self.weight))
+        return y if self.bias is None else y + self.bias
+
+
+def replicated(name: str, width: int, fill: Fill, parallel: TensorParallel) -> nn.Parameter:
+    """A vector that every tp rank holds whole, used outside the regions.
+
+    Under sequence parallelism each rank sees only its tokens: its gradient is one summand.
+    """
+    parameter = nn.Parameter(torch.empty(width))
+    piece = Piece(name, (width,), (0,), (width,), owner=parallel.group.rank == 0, summed=parallel.sequence)
+    tag(parameter, [piece], fill)
+    return parameter
+
+
+@dataclass(frozen=True)
+class VocabularyShard:
+    """The rows [start, start + rows) of a vocabulary padded to a multiple of tp x 64; `true_rows` are real."""
+
+    vocab_size: int
+    group: Group
+
+    @property
+    def rows(self) -> int:
+        size = self.group.size * 64
+        return -(-self.vocab_size // size) * 64
+
+    @property
+    def start(self) -> int:
+        return self.group.rank * self.rows
+
+    @property
+    def true_rows(self) -> int:
+        return min(max(self.vocab_size - self.start, 0), self.rows)
+
+
+class VocabularyMatrix(nn.Module):
+    """A (V, D) matrix with rows split over tp: the embedding, the output head, or both (tied).
+
+    Padding rows exist in memory only; they start at zero and never receive a gradient.
+    """
+
+    def __init__(
+        self, name: str, vocab_size: int, d_model: int, *, std: float, parallel: TensorParallel
+    ) -> None:
+        super().__init__()
+        self.parallel = parallel
+        self.shard = VocabularyShard(vocab_size, parallel.group)
+        self.weight = nn.Parameter(torch.empty(self.shard.rows, d_model))
+        rows = self.shard.true_rows
+        offset = min(self.shard.start, vocab_size)
+        piece = Piece(f"{name}.weight", (vocab_size, d_model), (offset, 0), (rows, d_model))
+        tag(self.weight, [piece], Fill(0.0, std))
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """tokens (B, S) -> (B, S, D), or (B, S / tp, D) under sequence parallelism."""
+        if self.parallel.group.size == 1:
+            return F.embedding(tokens, self.weight)
+        local = tokens - self.shard.start
+        ours = (local >= 0) & (local < self.shard.rows)
+        x = F.embedding(local.clamp(0, self.shard.rows - 1), self.weight)
+        return self.parallel.leave(x * ours.unsqueeze(-1))
+
+    def logits(self, x: Tensor) -> Tensor:
+        """x (B, S, D) or (B, S / tp, D) -> (B, S, true rows of this rank)."""
+        return F.linear(self.parallel.enter(x), self.weight[: self.shard.true_rows])
