@@ -1,0 +1,254 @@
+"""Checkpoints on a disk: one directory each, there completely or not at all.
+
+    checkpoints/step-00001000/rank-00000.safetensors ..., manifest.json
+    checkpoints/latest                      the name of the newest, one line
+    checkpoints/step-00001000.writing       not finished; nothing reads it
+    checkpoints/step-00001000.old           the one being replaced; counts while step-00001000 is not there
+
+Each rank calls `write_part`; rank 0 calls `prepare` before and `commit` after all of them.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from checkpoints import manifest as manifests
+from checkpoints import tensorfile
+from checkpoints.files import Files, remove_tree, write_durably
+from checkpoints.layout import cover
+from checkpoints.manifest import Damaged, Entry, FileSum, Manifest
+from checkpoints.state import Part
+
+LATEST = "latest"
+WRITING, OLD = ".writing", ".old"
+_STEP = re.compile(r"step-(\d{8,})(\.old|\.writing)?")
+
+
+@dataclass(frozen=True)
+class Found:
+    """A directory with a manifest that proves itself; `checksum` is the manifest's."""
+
+    path: Path
+    manifest: Manifest
+    checksum: str
+
+
+def step_name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def steps(files: Files, root: Path) -> list[int]:
+    """Steps that have a directory under their own name, ascending; not looked into."""
+    matches = [_STEP.fullmatch(name) for name in files.names(root)]
+    return sorted(int(match[1]) for match in matches if match and not match[2])
+
+
+def scan(files: Files, root: Path) -> tuple[list[Found], list[str]]:
+    """The checkpoints below a directory, newest first, and what is wrong with the others.
+
+    Newest means tried last (the cursor's attempt): after a rewind a smaller step may be newer.
+    """
+    found, faults = [], []
+    for name in files.names(root):
+        match = _STEP.fullmatch(name)
+        if not match or match[2] == WRITING:
+            continue
+        try:
+            content, checksum = manifests.read(files, root / name)
+            if content.step != int(match[1]):
+                raise Damaged(f"{root / name} holds step {content.step}")
+            found.append(Found(root / name, content, checksum))
+        except Damaged as error:
+            faults.append(str(error))
+    found.sort(key=lambda f: (f.manifest.cursor.attempt, f.manifest.step, f.path.suffix != OLD), reverse=True)
+    return found, faults
+
+
+def prepare(files: Files, root: Path, step: int) -> Path:
+    """Clear up what an earlier process left half done; an empty directory to write the step into."""
+    files.make_directory(root)
+    names = files.names(root)
+    for name in names:
+        match = _STEP.fullmatch(name)
+        if match and match[2] == WRITING:
+            remove_tree(files, root / name, first=manifests.NAME)
+        elif match and match[2] == OLD:
+            _settle(files, root / name, root / name.removesuffix(OLD))
+    if LATEST + WRITING in names:
+        files.remove(root / (LATEST + WRITING))
+    directory = root / (step_name(step) + WRITING)
+    files.make_directory(directory)
+    return directory
+
+
+def _settle(files: Files, old: Path, new: Path) -> None:
+    """A replacement that was interrupted: the new one stays if it got its name, else the old one returns."""
+    if manifests.NAME in files.names(new):
+        remove_tree(files, old, first=manifests.NAME)
+    elif manifests.NAME in files.names(old):
+        if files.names(new):
+            remove_tree(files, new)
+        files.rename(old, new)
+        files.sync_directory(old.parent)
+    else:
+        remove_tree(files, old)
+
+
+def write_part(
+    files: Files, directory: Path, rank: int, state: Sequence[Part], *, block_bytes: int
+) -> tuple[FileSum | None, list[Entry]]:
+    """This rank's share: one file of the stretches it owns, durable; (None, []) when it owns nothing."""
+    mine = [part for part in state if part.owner]
+    if not mine:
+        return None, []
+    name = f"rank-{rank:05d}.safetensors"
+    tensors, entries, used = [], [], {}
+    for part in mine:
+        label = f"{part.kind}/{part.name}"
+        number = used[label] = used.get(label, -1) + 1
+        key = f"{label}#{number}"
+        tensors.append((key, part.tensor))
+        s = part.stretch
+        dtype = tensorfile.NAMES[part.tensor.dtype]
+        entries.append(
+            Entry(part.name, part.kind, s.shape, s.offset, s.extent, s.start, s.count, dtype, name, key)
+        )
+    total = tensorfile.write(files, directory / name, tensors, block_bytes=block_bytes)
+    files.sync_directory(directory)
+    return total, entries
+
+
+def commit(files: Files, root: Path, content: Manifest) -> Path:
+    """Make the step that was written under its `.writing` name the newest checkpoint.
+
+    RuntimeError when pieces are missing or held twice, or a file that a rank wrote cannot be seen from here.
+    A crash at any point leaves either this or the one before loadable.
+    """
+    final = root / step_name(content.step)
+    directory, old = final.with_name(final.name + WRITING), final.with_name(final.name + OLD)
+    check_pieces(content.pieces)
+    for file in content.files:
+        if file.name not in files.names(directory) or files.size(directory / file.name) != file.bytes:
+            raise RuntimeError(
+                f"{directory / file.name} is not visible from rank 0 with its {file.bytes} bytes; "
+                "checkpoints need one file system that all nodes share"
+            )
+    write_durably(files, directory / manifests.NAME, manifests.encode(content))
+    files.sync_directory(directory)
+    if manifests.NAME in files.names(final):
+        files.rename(final, old)
+        files.sync_directory(root)
+    elif final.name in files.names(root):
+        remove_tree(files, final)
+    files.rename(directory, final)
+    files.sync_directory(root)
+    _point(files, root, final.name)
+    if old.name in files.names(root):
+        remove_tree(files, old, first=manifests.NAME)
+    return final
+
+
+def check_pieces(pieces: Iterable[Entry]) -> None:
+    """RuntimeError unless each logical tensor is held exactly once."""
+    by_name: dict[tuple[str, str], list[Entry]] = {}
+    for entry in pieces:
+        by_name.setdefault((entry.kind, entry.name), []).append(entry)
+    for (kind, name), entries in by_name.items():
+        fault = cover([entry.stretch for entry in entries])
+        if fault is None and len({entry.dtype for entry in entries}) > 1:
+            fault = "its pieces have different dtypes"
+        if fault:
+            raise RuntimeError(f"{kind} of {name}: {fault}")
+
+
+def _point(files: Files, root: Path, name: str) -> None:
+    """Replace `latest`. Only people and scripts read it: between two names nothing depends on it."""
+    pointer, fresh = root / LATEST, root / (LATEST + WRITING)
+    write_durably(files, fresh, name.encode() + b"\n")
+    try:
+        files.replace(fresh, pointer)
+    except FileExistsError:  # no rename over a file here
+        files.remove(pointer)
+        files.rename(fresh, pointer)
+    files.sync_directory(root)
+
+
+def latest(files: Files, root: Path) -> Path | None:
+    """What `latest` names, if it is there; without a pointer the newest that proves itself."""
+    if LATEST in files.names(root):
+        name = files.read(root / LATEST, 0, 64).decode(errors="replace").strip()
+        if _STEP.fullmatch(name) and manifests.NAME in files.names(root / name):
+            return root / name
+    found, _ = scan(files, root)
+    return found[0].path if found else None
+
+
+def kept(
+    present: Iterable[int], *, newest: int, keep: int, keep_every: int, protected: Iterable[int] = ()
+) -> set[int]:
+    """Which steps stay, given those that are there and the one just written.
+
+    The newest and the protected ones (the newest good one, the source of a rewind, the best) always; every
+    multiple of keep_every (0: none); the last `keep` (0: all). Steps above the newest were left behind by a
+    rewind: they count as the oldest.
+    """
+    present = set(present)
+    if not keep:
+        return present
+    order = sorted(present, key=lambda step: (step <= newest, step))
+    stay = {newest, *protected, *order[-keep:]}
+    if keep_every:
+        stay |= {step for step in present if step % keep_every == 0}
+    return stay & present
+
+
+def prune(files: Files, root: Path, stay: set[int]) -> list[int]:
+    """Delete the other steps, the manifest of each first; the steps that went."""
+    gone = [step for step in steps(files, root) if step not in stay]
+    for step in gone:
+        remove_tree(files, root / step_name(step), first=manifests.NAME)
+    return gone
+
+
+def readers(files: Files, found: Found) -> dict[str, tensorfile.Reader]:
+    """A reader for every file of a checkpoint, by name."""
+    content = found.manifest
+    return {
+        file.name: tensorfile.Reader(files, found.path / file.name, file, content.block_bytes)
+        for file in content.files
+    }
+
+
+def check_heads(files: Files, found: Found, share: int, shares: int) -> None:
+    """Sizes and headers of every `shares`-th file; Damaged when one is not what the manifest says."""
+    reading = readers(files, found)
+    by_file: dict[str, list[Entry]] = {}
+    for entry in found.manifest.pieces:
+        by_file.setdefault(entry.file, []).append(entry)
+    for name in sorted(reading)[share::shares]:
+        reading[name].check_size()
+        places = reading[name].places()
+        for entry in by_file.get(name, []):
+            place = places.get(entry.key)
+            width = manifests.ITEM_BYTES[entry.dtype]
+            if place is None or place.dtype != entry.dtype or place.stop - place.start != entry.count * width:
+                raise Damaged(f"{found.path / name} does not hold {entry.key} as the manifest says")
+
+
+def verify(files: Files, path: Path) -> list[str]:
+    """Read a whole checkpoint; what is wrong with it, one line each, empty when it is sound."""
+    try:
+        content, checksum = manifests.read(files, path)
+        check_pieces(content.pieces)
+    except (Damaged, RuntimeError) as error:
+        return [str(error)]
+    found, faults = Found(path, content, checksum), []
+    reading = readers(files, found)
+    for share, name in enumerate(sorted(reading)):
+        try:
+            reading[name].check_all()
+            check_heads(files, found, share, len(reading))
+        except Damaged as error:
+            faults.append(str(error))
+    return faults
