@@ -34,7 +34,8 @@ class FeedForward(nn.Module):
         width = Heads(settings.d_ff)
         if settings.d_ff % parallel.group.size:
             raise ValueError(
-                f"model.feedforward.d_ff ({settings.d_ff}) must be divisible by parallel.tp ({parallel.group.size})"
+                f"model.feedforward.d_ff ({settings.d_ff}) must be divisible by parallel.tp "
+                f"({parallel.group.size})"
             )
         outputs = {"gate": width, "up": width} if settings.gated else {"up": width}
         self.gated = settings.gated

@@ -15,7 +15,7 @@ _CHUNK_BYTES = 64 << 20  # fp32 workspace of one chunk of rows
 
 
 class _VocabularyCrossEntropy(torch.autograd.Function):
-    """logits (N, v), targets (N) -> cross-entropy (N), log Z (N), largest logit (N), all fp32, zero or -inf at ignored rows."""
+    """logits (N, v), targets (N) -> loss, log Z, largest logit: (N) fp32 each; 0, 0, -inf where ignored."""
 
     @staticmethod
     def forward(ctx, logits: Tensor, targets: Tensor, start: int, group: Group):
@@ -88,7 +88,7 @@ class Loss:
 
     Called with logits (B, S, v) and labels (targets (B, S), weight scalar): returns
     weight x sum over valid tokens of (cross-entropy + z_weight (log Z)^2). With weight = micro-batches x
-    dp / N, where N counts the valid tokens of the global batch, DeepSpeed's two means make this the token mean.
+    dp / N, N the valid tokens of the global batch, DeepSpeed's two means make this the token mean.
     """
 
     def __init__(self, *, z_weight: float, start: int = 0, group: Group = SINGLE) -> None:

@@ -54,8 +54,8 @@ class Rope(Position):
         self.rotated = int(head_width * settings.fraction)
         if self.rotated % 2 or not self.rotated:
             raise ValueError(
-                f"RoPE turns pairs: head_width ({head_width}) x model.position.fraction ({settings.fraction}) "
-                f"gives {self.rotated} components; choose an even number"
+                f"RoPE turns pairs: head_width ({head_width}) x model.position.fraction "
+                f"({settings.fraction}) gives {self.rotated} components; choose an even number"
             )
         self.interleaved = settings.pairs == "interleaved"
         exponent = torch.arange(0, self.rotated, 2, dtype=torch.float64) / self.rotated

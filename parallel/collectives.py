@@ -17,28 +17,41 @@ def all_reduce(x: Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist.Reduc
     return x
 
 
+def _gather_single(out: Tensor, x: Tensor, group: Group) -> None:
+    # torch 2.13 renamed both; the old names warn there and are all that 2.11 has.
+    gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+    gather(out, x, group=group.handle)
+
+
+def _scatter_single(out: Tensor, x: Tensor, group: Group) -> None:
+    scatter = (
+        dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
+    )
+    scatter(out, x, group=group.handle)
+
+
 def gather_rows(x: Tensor, group: Group) -> Tensor:
     """(n, ...) of each rank -> (size n, ...), in rank order, without gradient."""
     out = x.new_empty((group.size * x.shape[0], *x.shape[1:]))
-    dist.all_gather_into_tensor(out, x.contiguous(), group=group.handle)
+    _gather_single(out, x.contiguous(), group)
     return out
 
 
 def reduce_scatter_rows(x: Tensor, group: Group) -> Tensor:
     """(size n, ...) -> this rank's (n, ...) of the sum, without gradient."""
     out = x.new_empty((x.shape[0] // group.size, *x.shape[1:]))
-    dist.reduce_scatter_tensor(out, x.contiguous(), group=group.handle)
+    _scatter_single(out, x.contiguous(), group)
     return out
 
 
 def _gather_sequence(x: Tensor, group: Group) -> Tensor:
     rows = gather_rows(x.transpose(0, 1), group)  # (S, B, D)
-    return rows.transpose(0, 1)
+    return rows.transpose(0, 1).contiguous()  # a stage border sends it as it lies in memory
 
 
 def _reduce_scatter_sequence(x: Tensor, group: Group) -> Tensor:
     rows = reduce_scatter_rows(x.transpose(0, 1), group)  # (S / tp, B, D)
-    return rows.transpose(0, 1)
+    return rows.transpose(0, 1).contiguous()  # a stage border sends it as it lies in memory
 
 
 class _Copy(torch.autograd.Function):

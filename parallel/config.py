@@ -36,8 +36,8 @@ class Parallel:
         if self.stage_layers is not None:
             if len(self.stage_layers) != self.pp:
                 raise ValueError(
-                    f"parallel.stage_layers names {len(self.stage_layers)} stages but parallel.pp is {self.pp}; "
-                    "give one number of blocks a stage"
+                    f"parallel.stage_layers names {len(self.stage_layers)} stages but parallel.pp is "
+                    f"{self.pp}; give one number of blocks a stage"
                 )
             if min(self.stage_layers) < 1:
                 raise ValueError(

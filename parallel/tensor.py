@@ -146,7 +146,7 @@ def replicated(name: str, width: int, fill: Fill, parallel: TensorParallel) -> n
 
 @dataclass(frozen=True)
 class VocabularyShard:
-    """The rows [start, start + rows) of a vocabulary padded to a multiple of tp x 64; `true_rows` are real."""
+    """Rows [start, start + rows) of a vocabulary padded to a multiple of tp x 64; `true_rows` are real."""
 
     vocab_size: int
     group: Group

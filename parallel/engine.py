@@ -1,0 +1,410 @@
+"""The training engine: DeepSpeed's pipeline engine for every layout, one process included.
+
+What it adds: layers and stages of our own, gradients that are sums over tp, one norm that every rank agrees
+on, and the judgement of a step before its update is applied.
+"""
+
+import contextlib
+import io
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.pipe import schedule
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+from torch import Tensor, nn
+
+from parallel.deepspeed_config import Precision, deepspeed_config
+from parallel.mesh import Mesh
+from parallel.piece import Piece, disown, pieces_of
+from parallel.stages import stage_bounds
+from parallel.zero import StateTensor, ZeroPartition
+
+_DEEPSPEED_VERSION = "0.19.8"
+_BUCKET_ELEMENTS = 16 << 20  # of gradients that are summed over tp in one call
+
+
+class LayerLike(Protocol):
+    """How the engine builds a layer: see megamodel.model.Layer."""
+
+    build: Callable[[], nn.Module]
+    cost: float
+    is_block: bool
+    tied: str | None
+    apply: Callable[[nn.Module, Tensor], Tensor] | None
+
+
+class LossLike(Protocol):
+    """What the engine asks of a loss: see megamodel.loss.Loss."""
+
+    loss_sum: Tensor | None
+    z_sum: Tensor | None
+    max_logit: Tensor | None
+    max_log_z: Tensor | None
+
+    def reset(self) -> None: ...
+    def __call__(self, logits: Tensor, labels: tuple[Tensor, Tensor]) -> Tensor: ...
+
+
+class BatchLike(Protocol):
+    """One micro-batch: see megamodel.data.batch.Batch."""
+
+    tokens: Tensor
+    targets: Tensor
+    positions: Tensor
+    samples: Tensor
+
+    @property
+    def valid_tokens(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Signals:
+    """What is known of a step before its update, reduced over all ranks and equal on all.
+
+    loss and z_loss per valid token of the global batch; norm before clipping.
+    """
+
+    loss: float
+    z_loss: float
+    norm: float
+    max_logit: float
+    max_log_z: float
+    non_finite: bool
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One attempt. signals is None when no target of the global batch was valid: nothing was computed."""
+
+    signals: Signals | None
+    valid_tokens: int
+    applied: bool
+    seconds: float
+
+
+Judge = Callable[[Signals], bool]
+
+
+def accept(signals: Signals) -> bool:
+    """The judge that applies every finite update."""
+    return True
+
+
+class Engine:
+    """Trains the layers under the loss on the mesh.
+
+    make_optimizer gets the local parameters of this stage and returns torch's AdamW over its groups.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[LayerLike],
+        loss: LossLike,
+        *,
+        mesh: Mesh,
+        make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+        precision: Precision,
+        micro_batch: int,
+        accumulation: int,
+        clip_norm: float,
+        stage_layers: Sequence[int] | None = None,
+        set_step: Callable[[int], None] = lambda step: None,
+    ) -> None:
+        if deepspeed.__version__.split("+")[0] != _DEEPSPEED_VERSION:
+            raise ValueError(
+                f"deepspeed {deepspeed.__version__} is installed, but the engine relies on internals of "
+                f"{_DEEPSPEED_VERSION}; pip install deepspeed=={_DEEPSPEED_VERSION}"
+            )
+        self.mesh = mesh
+        self.loss = loss
+        self._set_step = set_step
+        self.bounds = stage_bounds(
+            [layer.cost for layer in layers],
+            [layer.is_block for layer in layers],
+            pp=mesh.pp.size,
+            stage_layers=stage_layers,
+        )
+        with _quiet():
+            self.module = _StagedModule(layers, loss, mesh, self.bounds)
+            for parameter in self.module.parameters():
+                if parameter.ds_pipe_replicated:  # type: ignore[attr-defined]
+                    disown(parameter)
+            raw = deepspeed_config(
+                micro_batch=micro_batch,
+                accumulation=accumulation,
+                dp=mesh.dp.size,
+                precision=precision,
+                clip_norm=clip_norm,
+            )
+            mpu = self.module.mpu()
+            self._engine = _GuardedEngine(
+                args=None,
+                model=self.module,
+                optimizer=make_optimizer(self.module),
+                mpu=mpu,
+                config=raw,
+                config_class=DeepSpeedConfig(raw, mpu),
+            )
+        self.partition = ZeroPartition(self._engine.optimizer, mesh, clip_norm=clip_norm)
+        self._engine.attach(self._sum_over_tp, self._decide, self.partition)
+        self._judge: Judge = accept
+        self._valid_tokens = 0
+        self._signals: Signals | None = None
+        self._applied = False
+
+    @property
+    def adam_step(self) -> int:
+        """Updates that Adam has made."""
+        return self.partition.adam_step
+
+    @property
+    def optimizer_step(self) -> int:
+        """The same, under the name that checkpoints use."""
+        return self.partition.adam_step
+
+    def train_step(
+        self, batches: Sequence[BatchLike], *, lr: float, tried: int, judge: Judge = accept
+    ) -> StepResult:
+        """One attempt at an update, on the micro-batches of this data rank. Collective.
+
+        lr is applied as it is; tried keys dropout. The judge sees the signals before the update and says
+        whether to apply it; a non-finite step is never applied.
+        """
+        start = time.perf_counter()
+        valid = self._count_valid(batches)
+        if valid == 0:
+            return StepResult(None, 0, False, time.perf_counter() - start)
+        if len(batches) != self._engine.micro_batches:
+            size = self._engine.micro_batch_size * len(batches) * self.mesh.dp.size
+            self._engine.set_train_batch_size(size)
+        self._judge, self._valid_tokens, self._signals = judge, valid, None
+        self._set_step(tried)
+        self.loss.reset()
+        for group in self._engine.optimizer.optimizer.param_groups:
+            group["lr"] = lr
+        self._engine.train_batch(self._feed(batches, len(batches) * self.mesh.dp.size / valid))
+        assert self._signals is not None
+        return StepResult(self._signals, valid, self._applied, time.perf_counter() - start)
+
+    @torch.no_grad()
+    def evaluate(self, batches: Sequence[BatchLike]) -> tuple[float, int]:
+        """(sum of cross-entropy in nats, valid tokens) over all data ranks, equal on every rank. Collective.
+
+        Every data rank gives the same number of micro-batches, of the training's shape.
+        """
+        self.loss.reset()
+        count = self._count_valid(batches)
+        if batches and count:
+            self._engine.eval_batch(
+                self._feed(batches, 1.0),
+                reduce_output=None,
+                bcast_loss=False,
+                num_micro_batches=len(batches),
+            )
+        total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        if self.loss.loss_sum is not None and self.mesh.tp.rank == 0:
+            total += self.loss.loss_sum
+        if self.mesh.world.size > 1:
+            dist.all_reduce(total, group=self.mesh.world.handle)
+        return float(total), count
+
+    def state(self) -> list[StateTensor]:
+        """Live views of masters and moments, in a fixed order; weights are the rounded masters."""
+        return self.partition.state()
+
+    def load_done(self, step: int) -> None:
+        """After the tensors of `state` were overwritten: step is Adam's count. Collective over dp."""
+        self.partition.restored(step)
+
+    def _feed(self, batches: Sequence[BatchLike], weight: float) -> Iterator[tuple[Any, Any]]:
+        scale = torch.tensor(weight, dtype=torch.float32)
+        for batch in batches:
+            yield (batch.tokens, batch.positions, batch.samples), (batch.targets, scale)
+
+    def _count_valid(self, batches: Sequence[BatchLike]) -> int:
+        count = sum(batch.valid_tokens for batch in batches)
+        if self.mesh.dp.size == 1:
+            return count
+        total = torch.tensor(count, dtype=torch.int64, device=self.mesh.device)
+        dist.all_reduce(total, group=self.mesh.dp.handle)
+        return int(total)
+
+    @torch.no_grad()
+    def _sum_over_tp(self) -> None:
+        """Add up the gradients that are sums over tp, once a step, on the accumulated ones.
+
+        Norm weights under sequence parallelism (each rank saw its own tokens) and k/v heads that several
+        ranks hold. Each rank puts its piece into the logical tensor; the sum is taken of the whole.
+        """
+        if self.mesh.tp.size == 1:
+            return
+        bucket: list[tuple[Tensor, Piece]] = []
+        size = 0
+        for parameter in self.partition.parameters:
+            for piece in pieces_of(parameter):
+                if not piece.summed:
+                    continue
+                gradient = self.partition.accumulated(parameter)
+                if gradient is None:
+                    continue
+                flat = gradient.view(-1).narrow(0, piece.start, piece.numel)
+                bucket.append((flat, piece))
+                size += _numel(piece)
+                if size >= _BUCKET_ELEMENTS:
+                    self._sum_bucket(bucket)
+                    bucket, size = [], 0
+        self._sum_bucket(bucket)
+
+    def _sum_bucket(self, bucket: list[tuple[Tensor, Piece]]) -> None:
+        if not bucket:
+            return
+        whole = [flat.new_zeros(piece.shape) for flat, piece in bucket]
+        for logical, (flat, piece) in zip(whole, bucket, strict=True):
+            logical[piece.slices] = flat.view(piece.extent)
+        joined = torch.cat([logical.view(-1) for logical in whole])
+        dist.all_reduce(joined, group=self.mesh.tp.handle)
+        sizes = [logical.numel() for logical in whole]
+        for total, (flat, piece) in zip(joined.split(sizes), bucket, strict=True):
+            flat.copy_(total.view(piece.shape)[piece.slices].reshape(-1))
+
+    @torch.no_grad()
+    def _decide(self) -> Tensor | None:
+        """Signals of this step, judged: the norm when the update is to be applied, None when not."""
+        norm = self.partition.norm()
+        dp = self.mesh.dp.size
+        slots = torch.full((4 + 2 * dp,), -torch.inf, dtype=torch.float64, device=self.mesh.device)
+        slots[3] = norm
+        loss = self.loss
+        if loss.loss_sum is not None:
+            slots[4 + self.mesh.dp.rank] = loss.loss_sum
+            slots[4 + dp + self.mesh.dp.rank] = 0.0 if loss.z_sum is None else loss.z_sum
+            slots[1], slots[2] = loss.max_logit, loss.max_log_z  # type: ignore[assignment]
+        # MAX does not carry NaN reliably, so a flag carries it. -inf is a slot of another rank.
+        bad = torch.isnan(slots) | (slots == torch.inf)
+        slots[0] = bad.any().double()
+        slots = torch.where(bad, -torch.inf, slots)
+        if self.mesh.world.size > 1:
+            dist.all_reduce(slots, op=dist.ReduceOp.MAX, group=self.mesh.world.handle)
+        values = slots.tolist()
+        self._signals = _signals(values, dp, self._valid_tokens)
+        # The judge sees non-finite steps too, to record them; its answer cannot apply them.
+        self._applied = self._judge(self._signals) and not self._signals.non_finite
+        return norm if self._applied else None
+
+
+def _signals(values: list[float], dp: int, valid_tokens: int) -> Signals:
+    non_finite = values[0] > 0
+    loss = sum(values[4 : 4 + dp]) / valid_tokens
+    z_loss = sum(values[4 + dp : 4 + 2 * dp]) / valid_tokens
+    norm, max_logit, max_log_z = values[3], values[1], values[2]
+    if non_finite:
+        missing = float("nan")
+        loss, norm = (missing if value == -torch.inf else value for value in (loss, norm))
+        z_loss = missing if z_loss == -torch.inf else z_loss
+    return Signals(loss, z_loss, norm, max_logit, max_log_z, non_finite)
+
+
+def _numel(piece: Piece) -> int:
+    total = 1
+    for size in piece.shape:
+        total *= size
+    return total
+
+
+class _StagedModule(PipelineModule):
+    """DeepSpeed's pipeline module over our stage bounds."""
+
+    def __init__(
+        self, layers: Sequence[LayerLike], loss: LossLike, mesh: Mesh, bounds: Sequence[int]
+    ) -> None:
+        self._our_bounds = list(bounds)
+        topology = PipeModelDataParallelTopology(
+            num_pp=mesh.pp.size, num_mp=mesh.tp.size, num_dp=mesh.dp.size
+        )
+        super().__init__(layers=[_spec(layer) for layer in layers], topology=topology, loss_fn=loss)
+
+    def _partition_layers(self, method: str = "") -> None:
+        self.parts = self._our_bounds
+        stage = self._topo.get_coord(self.global_rank).pipe
+        self._set_bounds(start=self.parts[stage], stop=self.parts[stage + 1])
+
+
+def _spec(layer: LayerLike) -> LayerSpec:
+    if layer.tied is None:
+        return _DeferredSpec(layer.build)
+    return _DeferredTiedSpec(layer.tied, layer.build, layer.apply)
+
+
+class _DeferredSpec(LayerSpec):
+    def __init__(self, build: Callable[[], nn.Module]) -> None:
+        super().__init__(nn.Module)
+        self._build = build
+
+    def build(self, log: bool = False) -> nn.Module:
+        return self._build()
+
+
+class _DeferredTiedSpec(TiedLayerSpec):
+    def __init__(
+        self, key: str, build: Callable[[], nn.Module], apply: Callable[[nn.Module, Tensor], Tensor] | None
+    ) -> None:
+        super().__init__(key, nn.Module, forward_fn=apply, tied_weight_attr="matrix.weight")
+        self._build = build
+
+    def build(self, log: bool = False) -> nn.Module:
+        return self._build()
+
+
+class _GuardedEngine(PipelineEngine):
+    """DeepSpeed's engine with our sums before the reduction and our judgement before the update."""
+
+    def attach(
+        self, before_reduce: Callable[[], None], decide: Callable[[], Tensor | None], partition: ZeroPartition
+    ) -> None:
+        self._before_reduce = before_reduce
+        self._decide = decide
+        self._partition = partition
+
+    def _exec_reduce_grads(self) -> None:
+        self._before_reduce()
+        super()._exec_reduce_grads()
+
+    def _exec_optimizer_step(self, lr_kwargs: Any = None) -> None:
+        norm = self._decide()
+        if norm is None:
+            self._partition.discard()
+            return
+        self.optimizer.step = lambda: self._partition.step(norm)
+        super()._exec_optimizer_step(lr_kwargs)
+
+    def _aggregate_total_loss(self) -> Tensor:
+        # Its collectives are not needed: the loss travels with the signals.
+        return torch.zeros(())
+
+    _INSTRUCTION_MAP: ClassVar = {
+        **PipelineEngine._INSTRUCTION_MAP,
+        schedule.ReduceGrads: _exec_reduce_grads,
+        schedule.OptimizerStep: _exec_optimizer_step,
+    }
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence DeepSpeed's prints and log lines while it is built; its errors still come through."""
+    logger = logging.getLogger("DeepSpeed")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        logger.setLevel(level)

@@ -1,0 +1,123 @@
+"""Ranks for tests: a pool of gloo processes that stays, and takes any function on any number of ranks.
+
+One pool serves a whole test run: starting processes and importing DeepSpeed costs more than the tests.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import queue
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+TIMEOUT_SECONDS = 120
+
+
+class RankError(AssertionError):
+    """An exception on a rank, re-raised here with its rank and traceback."""
+
+
+def _worker(rank: int, tasks: Any, results: Any) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    while (task := tasks.get()) is not None:
+        number, world_size, store, function, args = task
+        try:
+            results.put((number, rank, True, _run(rank, world_size, store, function, args)))
+        except BaseException:
+            results.put((number, rank, False, traceback.format_exc()))
+
+
+def _run(rank: int, world_size: int, store: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    import torch.distributed as dist
+
+    from parallel import start
+
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=TIMEOUT_SECONDS - 30),
+    )
+    start.adopt(rank)
+    try:
+        return function(*args)
+    finally:
+        start.stop()
+
+
+class Ranks:
+    """A pool of at most `size` processes."""
+
+    def __init__(self, size: int) -> None:
+        # A worker is forked from a server that has the imports already.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.preload"])
+        self._results = context.Queue()
+        self._tasks = [context.Queue() for _ in range(size)]
+        self._number = 0
+        self._store = tempfile.TemporaryDirectory()
+        with _worker_environment():
+            self._processes = [
+                context.Process(target=_worker, args=(rank, tasks, self._results), daemon=True)
+                for rank, tasks in enumerate(self._tasks)
+            ]
+            for process in self._processes:
+                process.start()
+
+    def run(self, world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """function(*args) on ranks 0 .. world_size - 1 in a process group of their own; results by rank.
+
+        A rank's exception is raised here; then the pool is broken, and later calls say so.
+        """
+        assert world_size <= len(self._processes)
+        self._number += 1
+        store = str(Path(self._store.name) / f"group-{self._number}")
+        for tasks in self._tasks[:world_size]:
+            tasks.put((self._number, world_size, store, function, args))
+        results: dict[int, Any] = {}
+        errors: dict[int, str] = {}
+        while len(results) + len(errors) < world_size:
+            try:
+                number, rank, fine, value = self._results.get(timeout=TIMEOUT_SECONDS)
+            except queue.Empty:
+                raise RankError(f"no answer; finished {sorted(results)}, failed {errors}") from None
+            if number != self._number:
+                continue
+            (results if fine else errors)[rank] = value
+        if errors:
+            rank, text = min(errors.items())
+            raise RankError(f"rank {rank} of {world_size}:\n{text}")
+        return [results[rank] for rank in range(world_size)]
+
+    def close(self) -> None:
+        """End the processes."""
+        for tasks in self._tasks:
+            tasks.put(None)
+        for process in self._processes:
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+        self._store.cleanup()
+
+
+@contextlib.contextmanager
+def _worker_environment() -> Any:
+    """CPU only, one thread: also on a machine with a GPU."""
+    ours = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+    before = {name: os.environ.get(name) for name in ours}
+    os.environ.update(ours)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
