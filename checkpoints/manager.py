@@ -157,14 +157,14 @@ class Manager:
         store.commit(self._files, self.directory, content)
 
     def _prune(self, newest: int, protect: Iterable[int]) -> None:
-        stay = store.kept(
-            store.steps(self._files, self.directory),
-            newest=newest,
-            keep=self._config.keep,
-            keep_every=self._config.keep_every,
-            protected=protect,
-        )
         try:
+            stay = store.kept(
+                store.steps(self._files, self.directory),
+                newest=newest,
+                keep=self._config.keep,
+                keep_every=self._config.keep_every,
+                protected=protect,
+            )
             store.prune(self._files, self.directory, stay)
         except OSError as error:  # the new checkpoint is safe: no reason to end the run
             self._say(f"old checkpoints could not be deleted: {error}")

@@ -68,6 +68,7 @@ def scan(files: Files, root: Path) -> tuple[list[Found], list[str]]:
 def prepare(files: Files, root: Path, step: int) -> Path:
     """Clear up what an earlier process left half done; an empty directory to write the step into."""
     files.make_directory(root)
+    files.sync_directory(root.parent)  # or a crash could take the whole of `root` with it
     names = files.names(root)
     for name in names:
         match = _STEP.fullmatch(name)

@@ -4,6 +4,7 @@ The cutting here is the reference: it shares nothing with checkpoints/layout.py.
 """
 
 import hashlib
+import json
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -45,7 +46,7 @@ def model(vocabulary: int = 250) -> list[Logical]:
 
 
 def reference(tensors: list[Logical], seed: int = 0) -> dict[tuple[str, str], torch.Tensor]:
-    """Logical values, (kind, name) -> tensor; parameters are bfloat16, with NaN payloads and -0 among them."""
+    """Logical values, (kind, name) -> tensor; parameters are bfloat16. All bits are random."""
     values = {}
     for tensor in tensors:
         for kind in ("parameter", *KINDS):
@@ -164,18 +165,43 @@ def holds(engine: FakeEngine, values: dict[tuple[str, str], torch.Tensor]) -> bo
     return all(same_bits(item.tensor, value) for item, value in pairs)
 
 
-class ThreadExchange:
-    """Ranks that are threads. When one of them dies the others get BrokenBarrierError instead of waiting."""
+class Deserted(Exception):
+    """Another rank ended before it came to this meeting; a process group would wait for ever."""
 
-    def __init__(self, rank: int, size: int, barrier: threading.Barrier, slots: list[Any]) -> None:
-        self.rank, self.size, self._barrier, self._slots = rank, size, barrier, slots
+
+class Meetings:
+    """Where ranks that are threads exchange JSON; each call of each rank is its next meeting."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self._condition = size, threading.Condition()
+        self._rounds: dict[int, dict[int, str]] = {}
+        self._gone: set[int] = set()
+
+    def attend(self, number: int, rank: int, value: Any) -> list[Any]:
+        with self._condition:
+            said = self._rounds.setdefault(number, {})
+            said[rank] = json.dumps(value)
+            self._condition.notify_all()
+            self._condition.wait_for(lambda: len(said) == self.size or self._gone - said.keys())
+            if len(said) < self.size:
+                raise Deserted(f"ranks {self._gone - said.keys()}")
+            return [json.loads(said[r]) for r in range(self.size)]
+
+    def leave(self, rank: int) -> None:
+        with self._condition:
+            self._gone.add(rank)
+            self._condition.notify_all()
+
+
+class ThreadExchange:
+    """parallel.exchange.Exchange between threads."""
+
+    def __init__(self, rank: int, meetings: Meetings) -> None:
+        self.rank, self.size, self._meetings, self._number = rank, meetings.size, meetings, 0
 
     def everyone(self, value: Any) -> list[Any]:
-        self._slots[self.rank] = value
-        self._barrier.wait(60)
-        values = list(self._slots)
-        self._barrier.wait(60)
-        return values
+        self._number += 1
+        return self._meetings.attend(self._number, self.rank, value)
 
     def gather(self, value: Any) -> list[Any]:
         values = self.everyone(value)
@@ -187,15 +213,15 @@ class ThreadExchange:
 
 def on_ranks(size: int, work: Callable[[int, ThreadExchange], Any]) -> list[Any]:
     """Run `work(rank, exchange)` as threads; each rank's result, or what it raised."""
-    barrier, slots = threading.Barrier(size), [None] * size
+    meetings = Meetings(size)
     results: list[Any] = [None] * size
 
     def run(rank: int) -> None:
         try:
-            results[rank] = work(rank, ThreadExchange(rank, size, barrier, slots))
+            results[rank] = work(rank, ThreadExchange(rank, meetings))
         except BaseException as error:
             results[rank] = error
-            barrier.abort()
+        meetings.leave(rank)
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
     for thread in threads:

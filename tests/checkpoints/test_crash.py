@@ -1,0 +1,161 @@
+"""Stopped, or refused by the disk, at every single operation: the checkpoint before, or the new one, loads."""
+
+from pathlib import Path
+
+import pytest
+
+from checkpoints.config import Checkpoint
+from checkpoints.manager import Manager, Restored
+from megamodel.data.batch import Cursor
+from tests.checkpoints.disk import Crash, Disk, DiskFiles
+from tests.checkpoints.fake import FakeEngine, Logical, holds, make_mesh, on_ranks, reference
+
+RUN = Path("/runs/a")
+TENSORS = [Logical("a", (5, 3), axis=0), Logical("b", (4,))]
+RANKS = 2
+VALUES = {version: reference(TENSORS, version) for version in range(4)}
+
+
+def cursor(step: int, version: int) -> Cursor:
+    return Cursor(attempt=100 * version + step, step=step, sample=version)
+
+
+def work(disk: Disk, action):
+    """`action(engine, manager)` on every rank; the results, or what was raised."""
+
+    def run(rank, exchange):
+        engine = FakeEngine(TENSORS, make_mesh(rank, 2, 1, 1))
+        files = DiskFiles(disk, rank)
+        config = Checkpoint(keep=1)
+        return action(
+            engine, Manager(RUN, config, engine.mesh, files=files, exchange=exchange, block_bytes=128)
+        )
+
+    return on_ranks(RANKS, run)
+
+
+def save(disk: Disk, step: int, version: int) -> list:
+    def action(engine, manager):
+        engine.fill(VALUES[version], step)
+        return manager.save(engine, cursor(step, version), {"version": version})
+
+    return work(disk, action)
+
+
+def load(disk: Disk) -> list:
+    """The version that each rank restored, after a look at every bit; or what was raised."""
+
+    def action(engine, manager):
+        answer = manager.restore(engine, "auto")
+        if answer is None:
+            return None
+        version = answer.extra["version"]
+        assert holds(engine, VALUES[version]) and answer.cursor.sample == version
+        return version
+
+    return work(disk, action)
+
+
+def first_saved() -> Disk:
+    """A disk with version 1 at step 10; the run's directory itself is durable."""
+    disk = Disk()
+    DiskFiles(disk).make_directory(RUN)
+    for path in (RUN, *RUN.parents):
+        DiskFiles(disk).sync_directory(path)
+    save(disk, 10, 1)
+    return disk
+
+
+def operations(step: int) -> int:
+    """How many there are in the second save; a few more or less by the order of the ranks."""
+    disk = first_saved()
+    disk.arm(0, "")
+    assert all(isinstance(path, Path) for path in save(disk, step, 2))
+    assert any("sync " in line for line in disk.log) and any("rename" in line for line in disk.log)
+    return disk.count
+
+
+@pytest.mark.parametrize("step", [20, 10], ids=["another step", "the same step again"])
+@pytest.mark.parametrize("memory", ["synced", "some", "all"])
+def test_the_machine_stops_at_every_operation(step: int, memory: str) -> None:
+    outcomes = []
+    for number in range(1, operations(step) + 2):
+        disk = first_saved()
+        disk.arm(number, "crash")
+        results = save(disk, step, 2)
+        survivor = disk.after_crash(memory, seed=number)
+        versions = load(survivor)
+        assert versions in ([1, 1], [2, 2]), (number, disk.log[-3:], versions)
+        if all(isinstance(result, Path) for result in results):
+            assert versions == [2, 2], "a save that returned was lost"
+        outcomes.append(versions[0])
+        # and life goes on: the rubbish is cleared, the next save commits
+        assert all(isinstance(path, Path) for path in save(survivor, 30, 3)), number
+        assert load(survivor.after_crash("synced")) == [3, 3], number
+        names = DiskFiles(survivor).names(RUN / "checkpoints")
+        assert names == ["latest", "step-00000030"], (number, names)
+    assert outcomes[0] == 1 and outcomes[-1] == 2
+    assert outcomes == sorted(outcomes) or memory == "some"
+
+
+@pytest.mark.parametrize("rank", range(RANKS))
+def test_one_rank_is_killed_at_every_operation(rank: int) -> None:
+    disk = first_saved()
+    disk.arm(0, "", only=rank)
+    save(disk, 20, 2)
+    for number in range(1, disk.count + 1):
+        killed = first_saved()
+        killed.arm(number, "crash", only=rank)
+        results = save(killed, 20, 2)
+        assert isinstance(results[rank], Crash)
+        assert load(killed.after_crash("all")) in ([1, 1], [2, 2]), number
+
+
+@pytest.mark.parametrize("kind", ["ENOSPC", "EIO"])
+@pytest.mark.parametrize("step", [20, 10])
+def test_the_disk_refuses_every_operation_of_a_save(kind: str, step: int) -> None:
+    failures = 0
+    for number in range(1, operations(step) + 1):
+        disk = first_saved()
+        disk.arm(number, kind)
+        results = save(disk, step, 2)
+        raised = [result for result in results if not isinstance(result, Path)]
+        assert len(raised) in (0, RANKS), "the ranks must agree"
+        assert all(isinstance(error, OSError | RuntimeError) for error in raised), raised
+        assert not raised or any(isinstance(error, OSError) for error in raised)
+        failures += bool(raised)
+        disk.arm(0, "")
+        versions = load(disk)
+        assert versions in ([1, 1], [2, 2]), (number, versions)
+        assert raised or versions == [2, 2]
+        assert all(isinstance(path, Path) for path in save(disk, 30, 3)), number
+        assert load(disk) == [3, 3]
+    assert failures > 20
+
+
+def test_the_disk_refuses_every_operation_of_a_load() -> None:
+    disk = first_saved()
+    disk.arm(0, "")
+    assert load(disk) == [1, 1]
+    for number in range(1, disk.count + 1):
+        disk.arm(number, "EIO")
+        versions = load(disk)
+        assert versions == [1, 1] or all(isinstance(v, ValueError | OSError) for v in versions), versions
+
+
+def test_without_rename_over_a_file() -> None:
+    disk = first_saved()
+    disk.rename_over = False
+    assert all(isinstance(path, Path) for path in save(disk, 20, 2))
+    assert bytes(disk.file(RUN / "checkpoints" / "latest").data) == b"step-00000020\n"
+    for number in range(1, operations(20) + 3):
+        disk = first_saved()
+        disk.rename_over = False
+        disk.arm(number, "crash")
+        save(disk, 20, 2)
+        assert load(disk.after_crash("some", seed=number)) in ([1, 1], [2, 2])
+
+
+def test_restored_is_what_restore_returns() -> None:
+    found = work(first_saved(), lambda engine, manager: manager.find("auto"))
+    assert all(isinstance(item, Restored) and item.cursor == cursor(10, 1) for item in found)
