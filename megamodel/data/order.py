@@ -71,10 +71,7 @@ class Mixture:
 
 
 def _whole(weights: list[float]) -> np.ndarray:
-        raise ValueError(
-            f"data.mixture: the smallest of the weights {weights} is below 1/{_LARGEST_TABLE} of their sum; "
-            "raise it, or leave that source out"
-        )
+    """Weights as whole numbers, each at least 1: exact where small enough, else by largest remainder."""
     exact = [Fraction(str(weight)) for weight in weights]
     total = sum(exact)
     shares = [weight / total for weight in exact]
@@ -84,7 +81,8 @@ def _whole(weights: list[float]) -> np.ndarray:
     counts = [int(share * period) for share in shares]
     if 0 in counts:
         raise ValueError(
-            f"data.mixture: the smallest of the weights {weights} is below 1/{_LARGEST_TABLE} of all"
+            f"data.mixture: the smallest of the weights {weights} is below 1/{_LARGEST_TABLE} of their sum; "
+            "raise it, or leave that source out"
         )
     remainders = sorted(range(len(shares)), key=lambda k: (counts[k] - shares[k] * period, k))
     for source in remainders[: period - sum(counts)]:

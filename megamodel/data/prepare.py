@@ -250,8 +250,8 @@ def _check(written: dict[str, Any], report: _ReportWriter, held_out_fraction: fl
                 counts = ", ".join(f"{count} {what}" for what, count in report.counts.items())
                 examples = "".join(f"\n  {example}" for example in report.examples)
                 raise ValueError(
-                    f"data source {name} has no {side.replace('_', '-')} document ({counts}); check data.paths, "
-                    f"data.text_key and data.held_out_fraction{examples}"
+                    f"data source {name} has no {side.replace('_', '-')} document ({counts}); check "
+                    f"data.paths, data.text_key and data.held_out_fraction{examples}"
                 )
 
 
