@@ -128,7 +128,9 @@ def commit(files: Files, root: Path, content: Manifest) -> Path:
     """
     final = root / step_name(content.step)
     directory, old = final.with_name(final.name + WRITING), final.with_name(final.name + OLD)
-    check_pieces(content.pieces)
+    fault = fault_of_pieces(content.pieces)
+    if fault:
+        raise RuntimeError(f"step {content.step} would not be whole: {fault}")
     for file in content.files:
         if file.name not in files.names(directory) or files.size(directory / file.name) != file.bytes:
             raise RuntimeError(
@@ -150,8 +152,8 @@ def commit(files: Files, root: Path, content: Manifest) -> Path:
     return final
 
 
-def check_pieces(pieces: Iterable[Entry]) -> None:
-    """RuntimeError unless each logical tensor is held exactly once."""
+def fault_of_pieces(pieces: Iterable[Entry]) -> str | None:
+    """None when each logical tensor is held exactly once, else what is wrong."""
     by_name: dict[tuple[str, str], list[Entry]] = {}
     for entry in pieces:
         by_name.setdefault((entry.kind, entry.name), []).append(entry)
@@ -160,7 +162,8 @@ def check_pieces(pieces: Iterable[Entry]) -> None:
         if fault is None and len({entry.dtype for entry in entries}) > 1:
             fault = "its pieces have different dtypes"
         if fault:
-            raise RuntimeError(f"{kind} of {name}: {fault}")
+            return f"{kind} of {name}: {fault}"
+    return None
 
 
 def _point(files: Files, root: Path, name: str) -> None:
@@ -222,7 +225,13 @@ def readers(files: Files, found: Found) -> dict[str, tensorfile.Reader]:
 
 
 def check_heads(files: Files, found: Found, share: int, shares: int) -> None:
-    """Sizes and headers of every `shares`-th file; Damaged when one is not what the manifest says."""
+    """One rank's share of what is checked before loading; Damaged when it is not as the manifest says.
+
+    Sizes and headers of every `shares`-th file; the first share also checks that the tensors are whole.
+    """
+    fault = None if share else fault_of_pieces(found.manifest.pieces)
+    if fault:
+        raise Damaged(f"{found.path / manifests.NAME} is damaged: {fault}")
     reading = readers(files, found)
     by_file: dict[str, list[Entry]] = {}
     for entry in found.manifest.pieces:
@@ -241,9 +250,11 @@ def verify(files: Files, path: Path) -> list[str]:
     """Read a whole checkpoint; what is wrong with it, one line each, empty when it is sound."""
     try:
         content, checksum = manifests.read(files, path)
-        check_pieces(content.pieces)
-    except (Damaged, RuntimeError) as error:
+    except Damaged as error:
         return [str(error)]
+    fault = fault_of_pieces(content.pieces)
+    if fault:
+        return [f"{path / manifests.NAME} is damaged: {fault}"]
     found, faults = Found(path, content, checksum), []
     reading = readers(files, found)
     for share, name in enumerate(sorted(reading)):

@@ -74,7 +74,7 @@ class Disk:
         return node
 
     def after_crash(self, memory: str, seed: int = 0) -> "Disk":
-        """The disk after a restart. memory: `synced` only, `all`, or `some` (drawn) of what was not synced."""
+        """The disk after a restart. memory: of what was unsynced stays nothing (`synced`), `some`, `all`."""
         draw = random.Random(seed)
         fresh = Disk()
         fresh.root, fresh.rename_over = self._survivor(self.root, memory, draw), self.rename_over

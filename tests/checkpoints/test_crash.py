@@ -1,4 +1,4 @@
-"""Stopped, or refused by the disk, at every single operation: the checkpoint before, or the new one, loads."""
+"""Stopped, or refused by the disk, at every single operation: the old checkpoint or the new one loads."""
 
 from pathlib import Path
 

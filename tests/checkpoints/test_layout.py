@@ -58,7 +58,9 @@ def test_dense_boxes_are_the_stretch_in_order(stretches: list[Stretch]) -> None:
 
 @given(TWO, st.integers(1, 12))
 @settings(max_examples=200, deadline=None)
-def test_moves_carry_every_element_to_its_place(both: tuple[list[Stretch], list[Stretch]], limit: int) -> None:
+def test_moves_carry_every_element_to_its_place(
+    both: tuple[list[Stretch], list[Stretch]], limit: int
+) -> None:
     have, want = both
     stored = [torch.tensor(numbers(stretch)) for stretch in have]
     targets = [torch.full((stretch.count,), -1) for stretch in want]
