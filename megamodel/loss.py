@@ -77,7 +77,7 @@ def cross_entropy(
     logits (B, S, v) of the rows [start, start + v) of the true vocabulary; targets (B, S) int64. The
     gradient flows through the first two. log Z = logsumexp over the true vocabulary of all ranks.
     """
-    rows = logits.reshape(-1, logits.shape[-1])
+    rows = logits.reshape(targets.numel(), logits.shape[-1])
     outputs = _VocabularyCrossEntropy.apply(rows, targets.reshape(-1), start, group)
     loss, log_z, largest = (x.view(targets.shape) for x in outputs)  # type: ignore[union-attr]
     return loss, log_z, largest

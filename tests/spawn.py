@@ -56,13 +56,17 @@ class Ranks:
     """A pool of at most `size` processes."""
 
     def __init__(self, size: int) -> None:
+        self._size = size
+        self._number = 0
+        self._store = tempfile.TemporaryDirectory()
+        self._start()
+
+    def _start(self) -> None:
         # A worker is forked from a server that has the imports already.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["tests.preload"])
         self._results = context.Queue()
-        self._tasks = [context.Queue() for _ in range(size)]
-        self._number = 0
-        self._store = tempfile.TemporaryDirectory()
+        self._tasks = [context.Queue() for _ in range(self._size)]
         with _worker_environment():
             self._processes = [
                 context.Process(target=_worker, args=(rank, tasks, self._results), daemon=True)
@@ -74,7 +78,7 @@ class Ranks:
     def run(self, world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         """function(*args) on ranks 0 .. world_size - 1 in a process group of their own; results by rank.
 
-        A rank's exception is raised here; then the pool is broken, and later calls say so.
+        A rank's exception is raised here, and the processes, which may hang, are replaced.
         """
         assert world_size <= len(self._processes)
         self._number += 1
@@ -85,16 +89,25 @@ class Ranks:
         errors: dict[int, str] = {}
         while len(results) + len(errors) < world_size:
             try:
-                number, rank, fine, value = self._results.get(timeout=TIMEOUT_SECONDS)
+                # After an error the others may hang in a collective; a moment shows who fails too.
+                wait = 5 if errors else TIMEOUT_SECONDS
+                _, rank, fine, value = self._results.get(timeout=wait)
             except queue.Empty:
-                raise RankError(f"no answer; finished {sorted(results)}, failed {errors}") from None
-            if number != self._number:
-                continue
+                errors = errors or {-1: f"no answer; only {sorted(results)} finished"}
+                break
             (results if fine else errors)[rank] = value
         if errors:
-            rank, text = min(errors.items())
-            raise RankError(f"rank {rank} of {world_size}:\n{text}")
+            self._kill()
+            self._start()
+            raise RankError(
+                "\n".join(f"rank {rank} of {world_size}:\n{errors[rank]}" for rank in sorted(errors))
+            )
         return [results[rank] for rank in range(world_size)]
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
 
     def close(self) -> None:
         """End the processes."""
