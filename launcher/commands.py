@@ -1,0 +1,53 @@
+"""The table of commands: what each is called, does, is configured by and runs."""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command. root and function are `module:name`, imported when the command is used and not before."""
+
+    name: str
+    summary: str
+    config_name: str  # the primary file in conf/
+    root: str
+    function: str  # called with the typed root, returns the exit code
+    has_run: bool  # whether it works in run.dir
+
+    def load_root(self) -> type:
+        return load(self.root)
+
+    def load_function(self) -> Callable[[Any], int]:
+        return load(self.function)
+
+
+def load(name: str) -> Any:
+    """The object that `module:name` stands for."""
+    module, _, attribute = name.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+COMMANDS: dict[str, Command] = {
+    command.name: command
+    for command in (
+        Command(
+            name="train",
+            summary="train a model: prepare what is missing, train, evaluate, save, resume",
+            config_name="config",
+            root="launcher.config:Config",
+            function="launcher.run:train",
+            has_run=True,
+        ),
+        Command(
+            name="prepare",
+            summary="build the tokenizer and the token files of a run, nothing else",
+            config_name="prepare",
+            root="launcher.config:Prepare",
+            function="launcher.run:prepare",
+            has_run=False,
+        ),
+    )
+}

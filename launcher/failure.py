@@ -1,0 +1,226 @@
+"""One rank fails, all end: the first error is recorded once, and every process says it in its last line.
+
+torchrun and deepspeed end the other processes themselves; `FailureWatch` does it under srun, mpirun and by
+hand, also when a process hangs in a collective.
+"""
+
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+from launcher.log import log_traceback
+from launcher.rundirectory import RunDirectory
+
+DONE, FAILED, WRONG_INPUT = 0, 1, 2
+KEY = "megamodel/first-error"
+SEEN = "megamodel/first-error-seen"
+# What a user can cause before any work: wrong values, a file that is missing or may not be read.
+USER_ERRORS = (ValueError, FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
+
+
+@dataclass(frozen=True)
+class Report:
+    """The first error of a run."""
+
+    rank: int
+    type: str
+    message: str
+    code: int
+    traceback: str
+    time: float
+
+    def line(self) -> str:
+        """The last line of every process."""
+        message = (self.message.strip() or "no message").splitlines()[0]
+        what = "" if self.code == WRONG_INPUT else f"{self.type}: "
+        return f"error on rank {self.rank}: {what}{message}"
+
+    def text(self) -> str:
+        """The line, after the whole message where that is longer."""
+        message = self.message.strip()
+        return f"{message}\n{self.line()}" if "\n" in message else self.line()
+
+
+def report_of(error: BaseException, *, rank: int, begun: bool) -> Report:
+    """The report of an exception. begun: work had started, so that the error is not the user's input."""
+    code = WRONG_INPUT if isinstance(error, USER_ERRORS) and not begun else FAILED
+    return Report(
+        rank=rank,
+        type=type(error).__name__,
+        message=str(error),
+        code=code,
+        traceback="".join(traceback.format_exception(error)),
+        time=time.time(),
+    )
+
+
+class RankFailure(Exception):
+    """The run has failed and the first error is recorded, perhaps another rank's; `report` has it."""
+
+    def __init__(self, report: Report) -> None:
+        super().__init__(report.line())
+        self.report = report
+
+
+class Store(Protocol):
+    """The part of torch.distributed.Store that is used; a connection of its own, as calls on one block."""
+
+    def set(self, key: str, value: str, /) -> Any: ...
+    def get(self, key: str, /) -> bytes: ...
+    def check(self, keys: list[str], /) -> bool: ...
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
+    def add(self, key: str, amount: int, /) -> int: ...
+    def set_timeout(self, timeout: timedelta, /) -> Any: ...
+
+
+class FailureWatch:
+    """`with FailureWatch(connect, ...):` around the work of a run, entered once the processes have met.
+
+    connect: opens a new connection to the rendezvous store; called twice, as a waiting call must not hold up
+    the other thread. When the work raises, the error becomes the first error in the store unless there is one
+    already, and RankFailure is raised. When another rank's error appears there, this process prints it and
+    ends itself with code 1. Leave the block together, after a barrier.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[], Store],
+        *,
+        rank: int,
+        world_size: int,
+        directory: RunDirectory,
+        attempt: str = "0",
+        interval_seconds: float = 1.0,
+        grace_seconds: float = 5.0,
+        end: Callable[[int], Any] = os._exit,
+    ) -> None:
+        self._connect = connect
+        self.rank, self.world_size, self.directory = rank, world_size, directory
+        self._key, self._seen = f"{KEY}/{attempt}", f"{SEEN}/{attempt}"
+        self._interval, self._grace, self._end = interval_seconds, grace_seconds, end
+        self._over = threading.Event()
+        self._started = time.time()
+        self._store: Store | None = None
+
+    def __enter__(self) -> "FailureWatch":
+        if self.world_size > 1:
+            self._store = self._connect()
+            watching = self._connect()
+            threading.Thread(target=self._watch, args=(watching,), name="failure-watch", daemon=True).start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._over.set()
+        if error is None or isinstance(error, SystemExit | GeneratorExit):
+            return
+        first = self._agree(report_of(error, rank=self.rank, begun=self.directory.begun))
+        if first.rank == self.rank:
+            self.directory.record_error(asdict(first), since=self._started)
+        log_traceback(error)
+        if first.rank == self.rank:
+            self._wait_until_seen()
+        raise RankFailure(first) from error
+
+    def _agree(self, mine: Report) -> Report:
+        """The first error of all ranks: mine, unless another was quicker."""
+        if self._store is None:
+            return mine
+        try:
+            found = self._store.compare_set(self._key, "", json.dumps(asdict(mine)))
+            first = Report(**json.loads(found))
+            if first.rank != self.rank:
+                self._store.add(self._seen, 1)
+            return first
+        except Exception:  # the store died with its process: ours is the only error that can be known
+            return mine
+
+    def _wait_until_seen(self) -> None:
+        """Keep this process, which may hold the store, until the others have read the error or are gone."""
+        deadline = time.monotonic() + self._grace
+        pause = threading.Event()
+        while self._store is not None and time.monotonic() < deadline:
+            try:
+                if self._store.add(self._seen, 0) >= self.world_size - 1:
+                    return
+            except Exception:
+                return
+            pause.wait(0.05)
+
+    def _watch(self, store: Store) -> None:
+        while not self._over.wait(self._interval):
+            try:
+                if not store.check([self._key]):
+                    continue
+                first = Report(**json.loads(store.get(self._key)))
+            except Exception as error:
+                # The store's process is gone without a word; one that is about to end well has time to.
+                if self._over.wait(self._grace):
+                    return
+                message = f"lost the rendezvous store; its process has ended ({type(error).__name__})"
+                first = report_of(ConnectionError(message), rank=self.rank, begun=True)
+            else:
+                store.add(self._seen, 1)
+            if first.rank == self.rank and self._over.is_set():
+                return
+            say(first)
+            self._end(FAILED)
+            return
+
+
+def guarded(
+    work: Callable[[], int],
+    *,
+    rank: int,
+    directory: RunDirectory | None = None,
+    error_file: str | None = None,
+) -> int:
+    """Run `work` and give the exit code; an error becomes a clear line or two on stderr, never a traceback.
+
+    error_file: where torchelastic wants the error (TORCHELASTIC_ERROR_FILE). 2: wrong input, found before any
+    work; 1: a failed run.
+    """
+    started = time.time()
+    try:
+        return work()
+    except RankFailure as failure:
+        report = failure.report
+    except KeyboardInterrupt:
+        report = Report(rank, "KeyboardInterrupt", "interrupted", FAILED, "", time.time())
+    except Exception as error:
+        begun = directory is not None and directory.begun
+        report = report_of(error, rank=rank, begun=begun)
+        log_traceback(error)
+    if directory is not None and report.rank == rank and report.code != WRONG_INPUT:
+        directory.record_error(asdict(report), since=started)
+    if error_file:
+        write_error_file(Path(error_file), report)
+    say(report)
+    return report.code
+
+
+def write_error_file(path: Path, report: Report) -> None:
+    """The error as torchelastic's agent reads it."""
+    details = {"py_callstack": report.traceback, "timestamp": str(int(report.time))}
+    message = {"message": report.line(), "extraInfo": details, "errorCode": report.code}
+    try:
+        path.write_text(json.dumps({"message": message}), encoding="utf-8")
+    except OSError as error:
+        print(f"the error file {path} could not be written: {error}", file=sys.stderr)
+
+
+def say(report: Report) -> None:
+    """The error in one write, so that lines of several processes do not mix."""
+    sys.stdout.flush()
+    sys.stderr.write(report.text() + "\n")
+    sys.stderr.flush()

@@ -1,0 +1,64 @@
+"""Words, not numbers: what happened, into logs/rank-N.log of the run and, from rank 0, onto the terminal."""
+
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TextIO
+
+OURS = ("conf", "parallel", "megamodel", "checkpoints", "launcher")
+NOISY = ("DeepSpeed", "deepspeed", "torch.distributed", "datasets", "filelock", "fsspec", "urllib3")
+FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+
+class TerminalFormatter(logging.Formatter):
+    """The message alone; the level only where it matters."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = record.getMessage()
+        return text if record.levelno < logging.WARNING else f"{record.levelname.lower()}: {text}"
+
+
+@contextmanager
+def logging_to(file: Path, *, rank: int, level: str, terminal: TextIO | None = None) -> Iterator[None]:
+    """Send the log records of this process to `file`, and of rank 0 also to the terminal (stderr).
+
+    Our own packages speak from `level` on, other libraries from warning on, the chatty ones from error on.
+    Modules log with logging.getLogger(__name__). Everything is put back at the end.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    handlers: list[logging.Handler] = [logging.FileHandler(file, encoding="utf-8")]
+    handlers[0].setFormatter(logging.Formatter(FORMAT))
+    if rank == 0:
+        shown = logging.StreamHandler(terminal or sys.stderr)
+        shown.setFormatter(TerminalFormatter())
+        shown.addFilter(lambda record: not getattr(record, "file_only", False))
+        handlers.append(shown)
+    root = logging.getLogger()
+    before = {name: logging.getLogger(name).level for name in (*OURS, *NOISY)}
+    root_level = root.level
+    root.setLevel(logging.WARNING)
+    for name in OURS:
+        logging.getLogger(name).setLevel(level.upper())
+    for name in NOISY:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    for handler in handlers:
+        root.addHandler(handler)
+    try:
+        yield
+    finally:
+        for handler in handlers:
+            root.removeHandler(handler)
+            handler.close()
+        root.setLevel(root_level)
+        for name, old in before.items():
+            logging.getLogger(name).setLevel(old)
+
+
+def log_traceback(error: BaseException) -> None:
+    """The traceback of an error into the log file; the terminal gets it only when the level is debug."""
+    logger = logging.getLogger("launcher.failure")
+    hidden = not logger.isEnabledFor(logging.DEBUG)
+    if logging.getLogger().handlers:  # without one, logging would print it by itself
+        logger.error("stopped by an error", exc_info=error, extra={"file_only": hidden})
