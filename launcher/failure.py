@@ -5,6 +5,7 @@ hand, also when a process hangs in a collective.
 """
 
 import json
+import logging
 import os
 import sys
 import threading
@@ -12,7 +13,6 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -78,8 +78,6 @@ class Store(Protocol):
     def get(self, key: str, /) -> bytes: ...
     def check(self, keys: list[str], /) -> bool: ...
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
-    def add(self, key: str, amount: int, /) -> int: ...
-    def set_timeout(self, timeout: timedelta, /) -> Any: ...
 
 
 class FailureWatch:
@@ -128,8 +126,8 @@ class FailureWatch:
         if first.rank == self.rank:
             self.directory.record_error(asdict(first), since=self._started)
         log_traceback(error)
-        if first.rank == self.rank:
-            self._wait_until_seen()
+        if self._store is not None:
+            self._wait_until_seen(self._store, first)
         raise RankFailure(first) from error
 
     def _agree(self, mine: Report) -> Report:
@@ -138,24 +136,24 @@ class FailureWatch:
             return mine
         try:
             found = self._store.compare_set(self._key, "", json.dumps(asdict(mine)))
-            first = Report(**json.loads(found))
-            if first.rank != self.rank:
-                self._store.add(self._seen, 1)
-            return first
+            self._store.set(f"{self._seen}/{self.rank}", "")
+            return Report(**json.loads(found))
         except Exception:  # the store died with its process: ours is the only error that can be known
             return mine
 
-    def _wait_until_seen(self) -> None:
-        """Keep this process, which may hold the store, until the others have read the error or are gone."""
-        deadline = time.monotonic() + self._grace
-        pause = threading.Event()
-        while self._store is not None and time.monotonic() < deadline:
-            try:
-                if self._store.add(self._seen, 0) >= self.world_size - 1:
+    def _wait_until_seen(self, store: Store, first: Report) -> None:
+        """Rank 0 may hold the store, and the failed rank's end may end the others before they could tell why:
+        both stay until all have read the error, or for the grace time."""
+        if self.rank not in (0, first.rank):
+            return
+        deadline, pause = time.monotonic() + self._grace, threading.Event()
+        try:
+            while time.monotonic() < deadline:
+                if store.check([f"{self._seen}/{rank}" for rank in range(self.world_size)]):
                     return
-            except Exception:
-                return
-            pause.wait(0.05)
+                pause.wait(0.05)
+        except Exception:  # the store is gone, and with it the process that held it
+            return
 
     def _watch(self, store: Store) -> None:
         while not self._over.wait(self._interval):
@@ -170,9 +168,11 @@ class FailureWatch:
                 message = f"lost the rendezvous store; its process has ended ({type(error).__name__})"
                 first = report_of(ConnectionError(message), rank=self.rank, begun=True)
             else:
-                store.add(self._seen, 1)
-            if first.rank == self.rank and self._over.is_set():
-                return
+                if first.rank == self.rank:
+                    return
+                store.set(f"{self._seen}/{self.rank}", "")
+                self._wait_until_seen(store, first)
+            logging.getLogger(__name__).error(first.line(), extra={"file_only": True})
             say(first)
             self._end(FAILED)
             return
