@@ -191,8 +191,9 @@ def open_tokens(path: Path, dtype: str | None) -> tuple[np.ndarray, int]:
             tokens = np.load(path, mmap_mode="r", allow_pickle=False)
         except (ValueError, EOFError, OSError) as error:
             raise ValueError(f"{path} is not a .npy file of plain numbers ({error})") from None
-        if not isinstance(tokens, np.memmap) or tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-            raise ValueError(f"{path} must hold one row of whole numbers; it is of another shape or type")
+        right = isinstance(tokens, np.memmap) and tokens.ndim == 1 and tokens.dtype.kind in "iu"
+        if not right or not tokens.size:
+            raise ValueError(f"{path} must hold one row of whole numbers, not none or another shape or type")
         return tokens, int(tokens.offset)
     size, unit = path.stat().st_size, np.dtype(dtype).itemsize
     with path.open("rb") as raw:

@@ -160,14 +160,6 @@ def _tokenizer_file(
         if beside.is_file():
             shutil.copyfile(beside, directory / beside.name)
         return Path(shutil.copyfile(given, directory / f"tokenizer{given.suffix}"))
-    tokens = [
-        file.path for files in planned.files.values() for file in files if file.format in ("npy", "bin")
-    ]
-    if tokens:
-        raise ValueError(
-            f"{tokens[0]} holds ready tokens, which no tokenizer can be trained on; give "
-            "tokenizer.path=FILE, or tokenizer.vocab_size=N and tokenizer.eos_id=N"
-        )
     path = directory / "tokenizer.json"
     texts = _training_texts(planned.files, sources, split, setting.train_bytes)
     path.write_text(train(texts, setting), encoding="utf-8")

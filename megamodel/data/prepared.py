@@ -88,6 +88,12 @@ def plan(data: Data, tokenizer: TokenizerConfig, cache: Path) -> Plan:
     if tokenizer.path is not None or tokenizer.eos_id is not None:
         path = None if tokenizer.path is None else Path(tokenizer.path).expanduser()
         given = load(path, tokenizer)
+    for file in (file for part in files.values() for file in part):
+        if given is None and file.format in ("npy", "bin"):
+            raise ValueError(
+                f"{file.path} holds ready tokens, which no tokenizer can be trained on; give "
+                "tokenizer.path=FILE, or tokenizer.vocab_size=N and tokenizer.eos_id=N"
+            )
     facts: dict[str, Any] = {
         "format": FORMAT,
         "held_out_fraction": data.held_out_fraction,
