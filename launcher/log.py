@@ -5,7 +5,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO
 
 OURS = ("conf", "parallel", "megamodel", "checkpoints", "launcher")
 NOISY = ("DeepSpeed", "deepspeed", "torch.distributed", "datasets", "filelock", "fsspec", "urllib3")
@@ -21,17 +20,19 @@ class TerminalFormatter(logging.Formatter):
 
 
 @contextmanager
-def logging_to(file: Path, *, rank: int, level: str, terminal: TextIO | None = None) -> Iterator[None]:
-    """Send the log records of this process to `file`, and of rank 0 also to the terminal (stderr).
+def logging_to(file: Path | None, *, rank: int, level: str) -> Iterator[None]:
+    """Send the log records of this process to `file` (None: no file), of rank 0 also to stderr.
 
     Our own packages speak from `level` on, other libraries from warning on, the chatty ones from error on.
     Modules log with logging.getLogger(__name__). Everything is put back at the end.
     """
-    file.parent.mkdir(parents=True, exist_ok=True)
-    handlers: list[logging.Handler] = [logging.FileHandler(file, encoding="utf-8")]
-    handlers[0].setFormatter(logging.Formatter(FORMAT))
+    handlers: list[logging.Handler] = []
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        handlers.append(logging.FileHandler(file, encoding="utf-8"))
+        handlers[0].setFormatter(logging.Formatter(FORMAT))
     if rank == 0:
-        shown = logging.StreamHandler(terminal or sys.stderr)
+        shown = logging.StreamHandler(sys.stderr)
         shown.setFormatter(TerminalFormatter())
         shown.addFilter(lambda record: not getattr(record, "file_only", False))
         handlers.append(shown)

@@ -6,19 +6,20 @@ The file is the record: append-only strict JSON, by attempt. TensorBoard is the 
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TextIO
 
 from torch.utils.tensorboard.summary import hparams
 from torch.utils.tensorboard.writer import SummaryWriter
 
+from conf.compose import to_yaml
+from launcher.progress import Progress
 from launcher.rundirectory import RunDirectory
 
 WINDOW_BYTES = 1 << 16
-BOOKKEEPING = ("step", "attempt", "segment")  # no curves of their own
 
 
 def encoded(value: Any) -> Any:
@@ -49,7 +50,22 @@ def repair(path: Path) -> dict[str, Any] | None:
     """
     if not path.exists():
         return None
-    with open(path, "r+b") as file:
+    end, record = _tail(path)
+    if end < path.stat().st_size:
+        with open(path, "r+b") as file:
+            file.truncate(end)
+            os.fsync(file.fileno())
+    return record
+
+
+def last_whole(path: Path) -> dict[str, Any] | None:
+    """The last whole record, or None; the file stays as it is."""
+    return _tail(path)[1] if path.exists() else None
+
+
+def _tail(path: Path) -> tuple[int, dict[str, Any] | None]:
+    """(offset where the last whole line ends, its record), read from the end."""
+    with open(path, "rb") as file:
         size = file.seek(0, os.SEEK_END)
         window = WINDOW_BYTES
         while True:
@@ -57,12 +73,8 @@ def repair(path: Path) -> dict[str, Any] | None:
             file.seek(start)
             end, record = last_record(file.read(size - start), whole_start=start == 0)
             if record is not None or start == 0:
-                break
+                return start + end, record
             window *= 2
-        if start + end < size:
-            file.truncate(start + end)
-            os.fsync(file.fileno())
-    return record
 
 
 def last_record(content: bytes, *, whole_start: bool) -> tuple[int, dict[str, Any] | None]:
@@ -82,7 +94,7 @@ def last_record(content: bytes, *, whole_start: bool) -> tuple[int, dict[str, An
     return 0, None
 
 
-@dataclass
+@dataclass(frozen=True)
 class Position:
     """Where the numbering of records stands: `attempt` is the last one used."""
 
@@ -90,13 +102,20 @@ class Position:
     segment: int = 0
 
 
-def go_on(directory: RunDirectory, *, attempt: int = 0, segment: int = 0, resumed: bool = False) -> Position:
+def go_on(
+    directory: RunDirectory,
+    *,
+    attempt: int = 0,
+    segment: int = 0,
+    resumed: bool = False,
+    look: Callable[[Path], dict[str, Any] | None] = repair,
+) -> Position:
     """The numbering after a start: from the larger of the checkpoint's and the last whole line's.
 
-    attempt, segment: the checkpoint's (resumed=True), or zero. Unfinished last lines are cut off first. The
-    segment rises by one when anything was there before.
+    attempt, segment: the checkpoint's (resumed=True), or zero. The segment rises by one when anything was
+    there before. look: `repair`, which cuts off an unfinished last line, or `last_whole`, which does not.
     """
-    found = [repair(path) for path in (directory.metrics_file, directory.path / "events.jsonl")]
+    found = [look(path) for path in (directory.metrics_file, directory.path / "events.jsonl")]
     records = [record for record in found if record is not None]
     attempt = max([attempt, *(int(record.get("attempt", 0)) for record in records)])
     segment = max([segment, *(int(record.get("segment", 0)) for record in records)])
@@ -104,74 +123,70 @@ def go_on(directory: RunDirectory, *, attempt: int = 0, segment: int = 0, resume
 
 
 class MetricsWriter:
-    """Writes both; made by the main rank alone.
+    """Made on every rank; the main rank (0) writes both and shows the progress, the others only count.
 
-    step: updates applied so far (0, or what was restored); position: from `go_on`; config: the configuration
-    as YAML; hyper: dotted path -> value, for TensorBoard's table of hyper-parameters.
+    config: the plain values of the settled configuration; steps: updates of the run; step, attempt, segment:
+    the checkpoint's when the run is resumed; log_every: steps between plain progress lines.
     """
 
     def __init__(
         self,
         directory: RunDirectory,
+        config: Mapping[str, Any],
         *,
-        position: Position,
+        rank: int,
+        steps: int,
         step: int = 0,
-        config: str = "",
-        hyper: Mapping[str, Any] | None = None,
+        attempt: int = 0,
+        segment: int = 0,
+        resumed: bool = False,
+        log_every: int = 10,
+        stream: TextIO | None = None,
     ) -> None:
-        self._directory = directory
-        self._position = position
-        directory.path.mkdir(parents=True, exist_ok=True)
-        self._file = os.open(directory.metrics_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        first = not directory.tensorboard.exists() or not any(directory.tensorboard.iterdir())
-        self._board = self._open_board(None if first else step + 1)
-        if config:
-            self._board.add_text("config", f"```yaml\n{config}\n```", step)
-        if hyper:
-            self._add_hyper(hyper, step, table=first)
+        look = repair if rank == 0 else last_whole
+        start = go_on(directory, attempt=attempt, segment=segment, resumed=resumed, look=look)
+        self.attempt, self.segment = start.attempt, start.segment
+        self._main = _Main(directory, config, step, steps, log_every, stream) if rank == 0 else None
 
-    @property
-    def attempt(self) -> int:
-        return self._position.attempt
+    def write(self, record: Mapping[str, Any], *, applied: bool) -> dict[str, Any]:
+        """One attempt; the object as written.
 
-    @property
-    def segment(self) -> int:
-        return self._position.segment
-
-    def write(self, record: Mapping[str, Any], *, step: int, applied: bool) -> dict[str, Any]:
-        """One attempt. step: the update it tried, counted from 1; applied: whether the update was made.
-
-        record: metric name -> number; None is unknown and left out. Returns the object as written.
+        record: metric name -> number, None is unknown and left out; `step` is the update it tried, counted
+        from 1; `attempt` is counted here when it is not given. applied: whether the update was made.
         """
-        self._position.attempt += 1
-        known = {name: value for name, value in record.items() if value is not None}
-        heading = {"step": step, "attempt": self.attempt, "segment": self.segment}
+        self.attempt = int(record.get("attempt", self.attempt + 1))
+        heading = {"step": int(record["step"]), "attempt": self.attempt, "segment": self.segment}
+        known = {k: v for k, v in record.items() if v is not None and k not in heading}
         line = {**heading, **encoded(known)}
-        self._append(json.dumps(line, allow_nan=False))
-        if applied:
-            for name, value in known.items():
-                if name not in BOOKKEEPING and not isinstance(value, str | bool | list | tuple | Mapping):
-                    self._board.add_scalar(name, float(value), step)
+        if self._main is not None:
+            self._main.write(line, known, applied=applied)
         return line
+
+    def note(self, text: str) -> None:
+        """A line for the reader that stays above the progress."""
+        if self._main is not None:
+            self._main.progress.note(text)
 
     def text(self, name: str, text: str, *, step: int) -> None:
         """Words into TensorBoard, such as a sample of the model's."""
-        self._board.add_text(name, text, step)
+        if self._main is not None:
+            self._main.board.add_text(name, text, step)
 
     def rewind(self, step: int) -> None:
-        """The state of update `step` was restored: a new segment; curves beyond it are dropped."""
-        self._position.segment += 1
-        self._board.close()
-        self._board = self._open_board(step + 1)
+        """The state after update `step` was restored: a new segment; curves beyond it are dropped."""
+        self.segment += 1
+        if self._main is not None:
+            self._main.reopen(step + 1)
 
     def flush(self) -> None:
         """Everything to disk."""
-        os.fsync(self._file)
-        self._board.flush()
+        if self._main is not None:
+            self._main.flush()
 
     def close(self) -> None:
-        self._board.close()
-        os.close(self._file)
+        if self._main is not None:
+            self._main.close()
+            self._main = None
 
     def __enter__(self) -> "MetricsWriter":
         return self
@@ -180,6 +195,62 @@ class MetricsWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+class _Main:
+    """The files and the terminal of the main rank."""
+
+    def __init__(
+        self,
+        directory: RunDirectory,
+        config: Mapping[str, Any],
+        step: int,
+        steps: int,
+        log_every: int,
+        stream: TextIO | None,
+    ) -> None:
+        self._directory = directory
+        directory.path.mkdir(parents=True, exist_ok=True)
+        self._file = os.open(directory.metrics_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        first = not directory.tensorboard.exists() or not any(directory.tensorboard.iterdir())
+        self.board = self._open_board(None if first else step + 1)
+        self._add_config(config, step, table=first)
+        log = directory.log_file(0)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        self.progress = Progress(steps=steps, step=step, every=log_every, file=log, stream=stream)
+        self.progress.start()
+
+    def write(self, line: Mapping[str, Any], known: Mapping[str, Any], *, applied: bool) -> None:
+        self._append(json.dumps(line, allow_nan=False))
+        if not applied:
+            return
+        for name, value in known.items():
+            if not isinstance(value, str | bool | list | tuple | Mapping):
+                self.board.add_scalar(name, float(value), line["step"])
+        self.progress.update(
+            line["step"],
+            seconds=float(known.get("time/step_seconds", 0.0)),
+            loss=known.get("loss/train"),
+            lr=known.get("lr"),
+            norm=known.get("norm/grad"),
+            tokens_per_second=known.get("speed/tokens_per_second"),
+            mfu=known.get("speed/mfu"),
+        )
+        if "loss/eval" in known:
+            self.progress.note(f"step {line['step']}  held-out loss {float(known['loss/eval']):.4f}")
+
+    def reopen(self, purge_step: int) -> None:
+        self.board.close()
+        self.board = self._open_board(purge_step)
+
+    def flush(self) -> None:
+        os.fsync(self._file)
+        self.board.flush()
+
+    def close(self) -> None:
+        self.progress.stop()
+        self.board.close()
+        os.close(self._file)
 
     def _open_board(self, purge_step: int | None) -> SummaryWriter:
         return SummaryWriter(str(self._directory.tensorboard), purge_step=purge_step, flush_secs=10)
@@ -190,13 +261,16 @@ class MetricsWriter:
         while rest:
             rest = rest[os.write(self._file, rest) :]
 
-    def _add_hyper(self, hyper: Mapping[str, Any], step: int, *, table: bool) -> None:
+    def _add_config(self, config: Mapping[str, Any], step: int, *, table: bool) -> None:
+        """The configuration as text and as TensorBoard's own table of hyper-parameters."""
+        hyper = flattened(config)
         rows = [f"| {name} | {value} |" for name, value in hyper.items()]
-        self._board.add_text("hyper-parameters", "\n".join(["| key | value |", "|---|---|", *rows]), step)
+        self.board.add_text("hyper-parameters", "\n".join(["| key | value |", "|---|---|", *rows]), step)
+        self.board.add_text("config", f"```yaml\n{to_yaml(config)}\n```", step)
         if not table:
             return
         plain = {k: v if isinstance(v, bool | int | float | str) else str(v) for k, v in hyper.items()}
-        writer = self._board.file_writer
+        writer = self.board.file_writer
         assert writer is not None
         for summary in hparams(plain, {}):
             writer.add_summary(summary)

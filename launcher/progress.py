@@ -2,7 +2,6 @@
 
 import math
 from pathlib import Path
-from types import TracebackType
 from typing import TextIO
 
 from rich.console import Console
@@ -22,9 +21,9 @@ def duration(seconds: float) -> str:
 
 def described(
     *,
-    loss: float | None,
-    lr: float,
-    norm: float | None,
+    loss: float | None = None,
+    lr: float | None = None,
+    norm: float | None = None,
     tokens_per_second: float | None = None,
     mfu: float | None = None,
     eta_seconds: float | None = None,
@@ -32,7 +31,7 @@ def described(
     """The numbers of a step in one line; unknown ones are left out. mfu is a fraction."""
     parts = [
         f"loss {loss:.4f}" if loss is not None else None,
-        f"lr {lr:.2e}",
+        f"lr {lr:.2e}" if lr is not None else None,
         f"norm {norm:.3f}" if norm is not None else None,
         f"{tokens_per_second:,.0f} tokens/s" if tokens_per_second is not None else None,
         f"MFU {mfu:.1%}" if mfu is not None else None,
@@ -57,7 +56,7 @@ class Pace:
 
 
 class Progress:
-    """`with Progress(...) as progress:` around the loop of the main rank.
+    """The progress of the main rank, between start() and stop().
 
     steps: updates of the run; step: where it starts; every: steps between plain lines; file: a log file that
     gets the plain lines too; stream: stdout by default. On a terminal one line is kept up to date instead.
@@ -87,14 +86,11 @@ class Progress:
             self._bar = Bar(*columns, console=self._console, refresh_per_second=4)
             self._task = self._bar.add_task("", total=steps, completed=step)
 
-    def __enter__(self) -> "Progress":
+    def start(self) -> None:
         if self._bar is not None:
             self._bar.start()
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def stop(self) -> None:
         if self._bar is not None:
             self._bar.stop()
         if self._log is not None:
@@ -105,9 +101,9 @@ class Progress:
         step: int,
         *,
         seconds: float,
-        loss: float | None,
-        lr: float,
-        norm: float | None,
+        loss: float | None = None,
+        lr: float | None = None,
+        norm: float | None = None,
         tokens_per_second: float | None = None,
         mfu: float | None = None,
     ) -> None:
