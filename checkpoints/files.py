@@ -33,6 +33,10 @@ class Files(Protocol):
         """At most `count` bytes from `start` on; fewer at the end of the file."""
         ...
 
+    def read_into(self, path: Path, start: int, target: memoryview) -> int:
+        """Fill `target` with the bytes from `start` on; how many there were."""
+        ...
+
     def create(self, path: Path) -> Sink:
         """A new file, or an old one emptied."""
         ...
@@ -96,6 +100,17 @@ class LocalFiles:
         with open(path, "rb") as file:
             file.seek(start)
             return file.read(count)
+
+    def read_into(self, path: Path, start: int, target: memoryview) -> int:
+        done = 0
+        with open(path, "rb", buffering=0) as file:
+            file.seek(start)
+            while done < len(target):
+                count = file.readinto(target[done:])
+                if not count:
+                    break
+                done += count
+        return done
 
     def create(self, path: Path) -> LocalSink:
         return LocalSink(path)

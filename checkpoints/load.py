@@ -4,6 +4,7 @@ Nothing live is touched before every rank has all it needs, checked.
 """
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from math import prod
 
 import torch
@@ -16,10 +17,13 @@ from checkpoints.state import Part
 from checkpoints.store import Found
 from checkpoints.tensorfile import DTYPES, Reader
 
-READ_BYTES = 64 * 2**20  # the most that is read at once; each rank needs this beside its own state
+READ_BYTES = 16 * 2**20  # the most that a thread reads at once; a rank needs them beside its own state
+READ_THREADS = 4
 
 
 Index = dict[tuple[str, str], list[Entry]]
+_Wanted = tuple[Part, torch.Tensor]  # and where its saved value goes
+_Copy = tuple[Entry, Region, torch.Tensor]  # from a region of an entry, to a view of staged memory
 
 
 def index(found: Found) -> Index:
@@ -62,25 +66,49 @@ def stage(files: Files, found: Found, state: Sequence[Part]) -> list[torch.Tenso
 
     Damaged when bytes are not what was written; ValueError when the checkpoint does not fit the model.
     """
-    reading, entries_of = store.readers(files, found), index(found)
-    by_name: dict[tuple[str, str], list[tuple[Part, torch.Tensor]]] = {}
+    entries_of = index(found)
+    by_name: dict[tuple[str, str], list[_Wanted]] = {}
     staged = []
     for part in state:
         staged.append(torch.empty(part.stretch.count, dtype=part.tensor.dtype))
         by_name.setdefault((part.kind, part.name), []).append((part, staged[-1]))
-    for group in by_name.values():
-        entries = sources(found, entries_of, group[0][0])
-        wanted = [part.stretch for part, _ in group]
-        found_moves = moves([entry.stretch for entry in entries], wanted)
-        for count, stretch in zip(filled(found_moves, wanted), wanted, strict=True):
-            if count != stretch.count:
-                raise ValueError(
-                    f"{found.path} holds {count} of {stretch.count} elements of {entries[0].name}"
-                )
-        for move in found_moves:
-            entry, target = entries[move.have], group[move.want][1]
-            _copy(reading[entry.file], entry, move.source, view(target, move.target))
+    copies = [copy for group in by_name.values() for copy in _plan(found, entries_of, group)]
+    with ThreadPoolExecutor(READ_THREADS) as pool:
+        for done in [pool.submit(_read, files, found, run) for run in _runs(found, copies)]:
+            done.result()
     return staged
+
+
+def _plan(found: Found, entries_of: Index, group: list[_Wanted]) -> list[_Copy]:
+    """The copies that fill all parts of one tensor."""
+    entries = sources(found, entries_of, group[0][0])
+    wanted = [part.stretch for part, _ in group]
+    plan = moves([entry.stretch for entry in entries], wanted)
+    for count, stretch in zip(filled(plan, wanted), wanted, strict=True):
+        if count != stretch.count:
+            raise ValueError(f"{found.path} holds {count} of {stretch.count} elements of {entries[0].name}")
+    return [(entries[move.have], move.source, view(group[move.want][1], move.target)) for move in plan]
+
+
+def _runs(found: Found, copies: list[_Copy]) -> list[list[_Copy]]:
+    """The copies in the order of the files, cut into one run a thread of about as many elements.
+
+    Neighbours in a file share blocks: in this order each block is read once, or twice where two runs meet.
+    """
+    number = {(e.file, e.key): i for i, e in enumerate(found.manifest.pieces)}
+    copies = sorted(copies, key=lambda c: (c[0].file, number[c[0].file, c[0].key], c[1].span))
+    total = sum(target.numel() for _, _, target in copies)
+    runs, done = [[] for _ in range(READ_THREADS)], 0
+    for copy in copies:
+        runs[done * READ_THREADS // total].append(copy)
+        done += copy[2].numel()
+    return runs
+
+
+def _read(files: Files, found: Found, copies: list[_Copy]) -> None:
+    reading = store.readers(files, found)
+    for entry, source, target in copies:
+        _copy(reading[entry.file], entry, source, target)
 
 
 def view(flat: torch.Tensor, region: Region) -> torch.Tensor:

@@ -216,10 +216,10 @@ def prune(files: Files, root: Path, stay: set[int]) -> list[int]:
 
 
 def readers(files: Files, found: Found) -> dict[str, tensorfile.Reader]:
-    """A reader for every file of a checkpoint, by name."""
-    content = found.manifest
+    """A reader for every file of a checkpoint, by name, all for one thread."""
+    content, memory = found.manifest, tensorfile.Memory()
     return {
-        file.name: tensorfile.Reader(files, found.path / file.name, file, content.block_bytes)
+        file.name: tensorfile.Reader(files, found.path / file.name, file, content.block_bytes, memory)
         for file in content.files
     }
 

@@ -9,6 +9,7 @@ and checks each one.
 import hashlib
 import json
 from collections.abc import Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,8 @@ from checkpoints.manifest import ITEM_BYTES, Damaged, FileSum, digest, digest_of
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 MAX_HEADER_BYTES = 100 * 2**20
+HASH_THREADS = 2
+AHEAD_BLOCKS = 8
 
 
 @dataclass(frozen=True)
@@ -32,32 +35,43 @@ class Place:
 
 
 class _Blocks:
-    """Passes bytes on to a sink and hashes them block by block."""
+    """Passes bytes on to a sink; other threads hash them meanwhile, block by block."""
 
-    def __init__(self, sink: Sink, block_bytes: int) -> None:
-        self._sink, self._block_bytes = sink, block_bytes
-        self._hash, self._room = hashlib.sha256(), block_bytes
-        self.blocks: list[str] = []
+    def __init__(self, sink: Sink, block_bytes: int, pool: Executor) -> None:
+        self._sink, self._block_bytes, self._pool = sink, block_bytes, pool
+        self._parts: list[memoryview] = []
+        self._room = block_bytes
+        self._sums: list[Future[str]] = []
         self.bytes = 0
 
     def write(self, data: memoryview) -> None:
         while data:
             part, data = data[: self._room], data[self._room :]
             self._sink.write(part)
-            self._hash.update(part)
+            self._parts.append(part)
             self.bytes += len(part)
             self._room -= len(part)
             if not self._room:
                 self._close_block()
 
     def _close_block(self) -> None:
-        self.blocks.append(self._hash.hexdigest())
-        self._hash, self._room = hashlib.sha256(), self._block_bytes
+        self._sums.append(self._pool.submit(_digest_of_parts, self._parts))
+        self._parts, self._room = [], self._block_bytes
+        if len(self._sums) > AHEAD_BLOCKS:  # what is not hashed yet stays in memory
+            self._sums[-AHEAD_BLOCKS].result()
 
     def finish(self, name: str) -> FileSum:
-        if self._room < self._block_bytes:
+        if self._parts:
             self._close_block()
-        return FileSum(name, self.bytes, digest_of_blocks(self.blocks), tuple(self.blocks))
+        blocks = tuple(future.result() for future in self._sums)
+        return FileSum(name, self.bytes, digest_of_blocks(blocks), blocks)
+
+
+def _digest_of_parts(parts: list[memoryview]) -> str:
+    total = hashlib.sha256()
+    for part in parts:
+        total.update(part)
+    return total.hexdigest()
 
 
 def write(
@@ -77,16 +91,17 @@ def write(
         header[key], position = entry, stop
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    sink = files.create(path)
-    try:
-        blocks = _Blocks(sink, block_bytes)
-        blocks.write(memoryview(len(text).to_bytes(8, "little") + text))
-        for _, tensor in tensors:
-            blocks.write(_bytes_of(tensor))
-        sink.sync()
-    finally:
-        sink.close()
-    return blocks.finish(path.name)
+    with ThreadPoolExecutor(HASH_THREADS) as pool:
+        sink = files.create(path)
+        try:
+            blocks = _Blocks(sink, block_bytes, pool)
+            blocks.write(memoryview(len(text).to_bytes(8, "little") + text))
+            for _, tensor in tensors:
+                blocks.write(_bytes_of(tensor))
+            sink.sync()
+        finally:
+            sink.close()
+        return blocks.finish(path.name)
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -95,13 +110,21 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
     return host.view(torch.uint8).numpy().data if host.numel() else memoryview(b"")
 
 
+class Memory:
+    """What one thread reads through, used again and again: fresh memory costs more than reading."""
+
+    def __init__(self) -> None:
+        self.block, self.range = bytearray(), bytearray()
+        self.holds: tuple[Path, int] | None = None  # the block that is in `block`: neighbours share one
+
+
 class Reader:
     """One file of a checkpoint. Whatever it returns has been checked against the manifest."""
 
-    def __init__(self, files: Files, path: Path, expected: FileSum, block_bytes: int) -> None:
+    def __init__(self, files: Files, path: Path, expected: FileSum, block_bytes: int, memory: Memory) -> None:
         self._files, self._path, self._expected = files, path, expected
         self._block_bytes = block_bytes
-        self._number, self._block = -1, b""  # the block read last: neighbours share one
+        self._memory = memory
         self._places: dict[str, Place] | None = None
 
     def check_size(self) -> None:
@@ -113,30 +136,40 @@ class Reader:
         if size != self._expected.bytes:
             raise Damaged(f"{self._path} has {size} bytes instead of {self._expected.bytes}")
 
-    def read(self, start: int, stop: int) -> bytearray:
-        """Bytes [start, stop) of the file; Damaged when a block that they touch is not as it was written."""
-        data = bytearray(stop - start)
+    def read(self, start: int, stop: int) -> memoryview:
+        """Bytes [start, stop) of the file, valid until the next call on the same memory.
+
+        Damaged when a block that they touch is not as it was written.
+        """
+        if len(self._memory.range) < stop - start:
+            self._memory.range = bytearray(stop - start)
+        data = memoryview(self._memory.range)[: stop - start]
         for number in range(start // self._block_bytes, -(-stop // self._block_bytes)):
             begin = number * self._block_bytes
             block = self._checked(number)
             low, high = max(start, begin), min(stop, begin + len(block))
-            data[low - start : high - start] = memoryview(block)[low - begin : high - begin]
+            data[low - start : high - start] = block[low - begin : high - begin]
         return data
 
-    def _checked(self, number: int) -> bytes:
-        if number == self._number:
-            return self._block
+    def _checked(self, number: int) -> memoryview:
         begin = number * self._block_bytes
         count = min(self._block_bytes, self._expected.bytes - begin)
+        memory = self._memory
+        if len(memory.block) < count:
+            memory.block = bytearray(count)
+        block = memoryview(memory.block)[:count]
+        if memory.holds == (self._path, number):
+            return block
+        memory.holds = None
         try:
-            block = self._files.read(self._path, begin, count)
+            found = self._files.read_into(self._path, begin, block)
         except OSError as error:
             raise Damaged(f"{self._path} cannot be read: {error}") from error
-        if len(block) != count or digest(block) != self._expected.blocks[number]:
+        if found != count or digest(block) != self._expected.blocks[number]:
             raise Damaged(
                 f"{self._path} is damaged: bytes {begin} to {begin + count} do not fit their checksum"
             )
-        self._number, self._block = number, block
+        memory.holds = self._path, number
         return block
 
     def check_all(self) -> None:
@@ -170,7 +203,7 @@ class Reader:
         return Place(data_start + start, data_start + stop, dtype)
 
     def elements(self, key: str, first: int, stop: int) -> torch.Tensor:
-        """Elements [first, stop) of an entry, on the host."""
+        """Elements [first, stop) of an entry, on the host, valid as what `read` returns."""
         place = self.places()[key]
         width = ITEM_BYTES[place.dtype]
         data = self.read(place.start + first * width, place.start + stop * width)

@@ -142,6 +142,11 @@ class DiskFiles:
         with self._disk.lock:
             return bytes(self._start("read", path).file(path).data[start : start + count])
 
+    def read_into(self, path: Path, start: int, target: memoryview) -> int:
+        data = self.read(path, start, len(target))
+        target[: len(data)] = data
+        return len(data)
+
     def create(self, path: Path) -> DiskSink:
         with self._disk.lock:
             parent = self._start("create", path).directory(path.parent)
