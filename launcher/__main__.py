@@ -115,8 +115,10 @@ def execute(command: Command, tree: Any, place: Placement, environment: Mapping[
     directory = None
     if command.has_run:
         from launcher.config import run_directory
+        from parallel.start import declare_accelerator
 
         directory = RunDirectory(run_directory(tree))
+        declare_accelerator(tree.hardware.device)
     return guarded(
         lambda: command.load_function()(tree),
         rank=place.rank,

@@ -32,6 +32,10 @@ class Clock:
     def __init__(self) -> None:
         self.step = 0
 
+    def set(self, step: int) -> None:
+        """The step that is tried next."""
+        self.step = step
+
 
 def _signed(number: int) -> int:
     """An unsigned 64-bit number as the int64 with the same bits."""

@@ -9,7 +9,7 @@ import io
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 
 import deepspeed
@@ -70,7 +70,8 @@ class BatchLike(Protocol):
 class Signals:
     """What is known of a step before its update, reduced over all ranks and equal on all.
 
-    loss and z_loss per valid token of the global batch; norm before clipping.
+    loss and z_loss per valid token of the global batch; norm before clipping; maxima are the caller's own
+    numbers, the largest of all ranks each.
     """
 
     loss: float
@@ -79,11 +80,15 @@ class Signals:
     max_logit: float
     max_log_z: float
     non_finite: bool
+    maxima: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """One attempt. signals is None when no target of the global batch was valid: nothing was computed."""
+    """One attempt. signals is None when no target of the global batch was valid: nothing was computed.
+
+    seconds: the slowest rank up to the judgement, and from there this rank.
+    """
 
     signals: Signals | None
     valid_tokens: int
@@ -157,6 +162,9 @@ class Engine:
         self.partition = ZeroPartition(self._engine.optimizer, mesh, clip_norm=clip_norm)
         self._engine.attach(self._sum_over_tp, self._decide, self.partition)
         self._judge: Judge = accept
+        self._maxima: tuple[float, ...] = ()
+        self._started = 0.0
+        self._judged = 0.0
         self._valid_tokens = 0
         self._signals: Signals | None = None
         self._applied = False
@@ -172,17 +180,25 @@ class Engine:
         return self.partition.adam_step
 
     def train_step(
-        self, batches: Sequence[BatchLike], *, lr: float, tried: int, judge: Judge = accept
+        self,
+        batches: Sequence[BatchLike],
+        *,
+        lr: float,
+        tried: int,
+        judge: Judge = accept,
+        maxima: Sequence[float] = (),
     ) -> StepResult:
         """One attempt at an update, on the micro-batches of this data rank. Collective.
 
         lr is applied as it is; tried keys dropout. The judge sees the signals before the update and says
-        whether to apply it; a non-finite step is never applied.
+        whether to apply it; a non-finite step is never applied. maxima: numbers of this rank, as many on
+        each, that travel with the signals and come back as the largest of all ranks.
         """
-        start = time.perf_counter()
+        self._started = time.perf_counter()
         valid = self._count_valid(batches)
         if valid == 0:
-            return StepResult(None, 0, False, time.perf_counter() - start)
+            return StepResult(None, 0, False, time.perf_counter() - self._started)
+        self._maxima = tuple(maxima)
         if len(batches) != self._engine.micro_batches:
             size = self._engine.micro_batch_size * len(batches) * self.mesh.dp.size
             self._engine.set_train_batch_size(size)
@@ -193,7 +209,10 @@ class Engine:
             group["lr"] = lr
         self._engine.train_batch(self._feed(batches, len(batches) * self.mesh.dp.size / valid))
         assert self._signals is not None
-        return StepResult(self._signals, valid, self._applied, time.perf_counter() - start)
+        *others, slowest = self._signals.maxima
+        signals = replace(self._signals, maxima=tuple(others))
+        seconds = slowest + time.perf_counter() - self._judged
+        return StepResult(signals, valid, self._applied, seconds)
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[BatchLike]) -> tuple[float, int]:
@@ -288,6 +307,8 @@ class Engine:
             slots[4 + self.mesh.dp.rank] = loss.loss_sum
             slots[4 + dp + self.mesh.dp.rank] = 0.0 if loss.z_sum is None else loss.z_sum
             slots[1], slots[2] = loss.max_logit, loss.max_log_z  # type: ignore[assignment]
+        mine = (*self._maxima, time.perf_counter() - self._started)
+        slots = torch.cat((slots, slots.new_tensor(mine)))
         # MAX does not carry NaN reliably, so a flag carries it. -inf is a slot of another rank.
         bad = torch.isnan(slots) | (slots == torch.inf)
         slots[0] = bad.any().double()
@@ -295,6 +316,7 @@ class Engine:
         if self.mesh.world.size > 1:
             dist.all_reduce(slots, op=dist.ReduceOp.MAX, group=self.mesh.world.handle)
         values = slots.tolist()
+        self._judged = time.perf_counter()
         self._signals = _signals(values, dp, self._valid_tokens)
         # The judge sees non-finite steps too, to record them; its answer cannot apply them.
         self._applied = self._judge(self._signals) and not self._signals.non_finite
@@ -310,7 +332,7 @@ def _signals(values: list[float], dp: int, valid_tokens: int) -> Signals:
         missing = float("nan")
         loss, norm = (missing if value == -torch.inf else value for value in (loss, norm))
         z_loss = missing if z_loss == -torch.inf else z_loss
-    return Signals(loss, z_loss, norm, max_logit, max_log_z, non_finite)
+    return Signals(loss, z_loss, norm, max_logit, max_log_z, non_finite, maxima=tuple(values[4 + 2 * dp :]))
 
 
 def _numel(piece: Piece) -> int:

@@ -2,6 +2,8 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
@@ -46,11 +48,11 @@ class Alone:
 
 
 class TensorExchange:
-    """Over a process group; `device` is where its backend wants tensors."""
+    """Over a process group that takes CPU tensors."""
 
-    def __init__(self, group: Group, device: torch.device) -> None:
+    def __init__(self, group: Group) -> None:
         self.rank, self.size = group.rank, group.size
-        self._first, self._handle, self._device = group.ranks[0], group.handle, device
+        self._first, self._handle = group.ranks[0], group.handle
 
     def everyone(self, value: Any) -> list[Any]:
         mine, lengths = self._padded(value)
@@ -66,23 +68,22 @@ class TensorExchange:
 
     def share(self, value: Any) -> Any:
         data = _encode(value) if self.rank == 0 else torch.empty(0, dtype=torch.uint8)
-        length = torch.tensor([data.numel()], device=self._device)
+        length = torch.tensor([data.numel()])
         dist.broadcast(length, src=self._first, group=self._handle)
         if self.rank != 0:
             data = torch.empty(int(length), dtype=torch.uint8)
-        data = data.to(self._device)
         dist.broadcast(data, src=self._first, group=self._handle)
         return _decode(data)
 
     def _padded(self, value: Any) -> tuple[torch.Tensor, list[int]]:
         """This rank's message as long as the longest, and the true lengths of all."""
         data = _encode(value)
-        lengths = [torch.zeros(1, dtype=torch.int64, device=self._device) for _ in range(self.size)]
-        dist.all_gather(lengths, torch.tensor([data.numel()], device=self._device), group=self._handle)
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(lengths, torch.tensor([data.numel()]), group=self._handle)
         numbers = [int(length) for length in lengths]
         padded = torch.zeros(max(numbers), dtype=torch.uint8)
         padded[: data.numel()] = data
-        return padded.to(self._device), numbers
+        return padded, numbers
 
 
 def _encode(value: Any) -> torch.Tensor:
@@ -90,12 +91,19 @@ def _encode(value: Any) -> torch.Tensor:
 
 
 def _decode(data: torch.Tensor) -> Any:
-    return json.loads(data.cpu().numpy().tobytes())
+    return json.loads(data.numpy().tobytes())
 
 
-def exchange_over(group: Group, device: torch.device) -> Exchange:
-    """The exchange of a group; one rank needs no process group."""
-    return Alone() if group.size == 1 else TensorExchange(group, device)
+def exchange_over(group: Group, *, timeout: timedelta | None = None) -> Exchange:
+    """An exchange with a gloo group of its own, so that a thread may use it while training goes on.
+
+    Collective: all ranks of the default group call it with the same ranks, in the same order. One rank needs no
+    process group.
+    """
+    if group.size == 1:
+        return Alone()
+    handle = dist.new_group(list(group.ranks), backend="gloo", timeout=timeout)
+    return TensorExchange(replace(group, handle=handle))
 
 
 def together(exchange: Exchange, action: Callable[[], Any]) -> Any:

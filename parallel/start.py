@@ -3,16 +3,35 @@
 import logging
 import os
 from datetime import timedelta
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 
 
-def pick_device(local_rank: int) -> torch.device:
-    """This process's GPU, or the CPU where there is none."""
-    if torch.cuda.is_available():
-        return torch.device("cuda", local_rank)
-    return torch.device("cpu")
+def pick_device(wanted: Literal["auto", "cpu", "cuda"], local_rank: int) -> torch.device:
+    """This process's device; auto: its GPU, or the CPU where there is none.
+
+    Raises ValueError when there is no GPU for this process and one is wanted.
+    """
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if local_rank >= count:
+        raise ValueError(
+            f"this node has {count} GPUs and its process {local_rank + 1} wants one of its own; start at "
+            f"most {count} processes a node, or use hardware=cpu"
+        )
+    return torch.device("cuda", local_rank)
+
+
+def declare_accelerator(wanted: Literal["auto", "cpu", "cuda"]) -> None:
+    """Tell DeepSpeed, before it is imported, that there is nothing but the CPU to use.
+
+    It would look for itself, warn where it finds none, and take a GPU where hardware=cpu asks for none.
+    """
+    if wanted == "cpu" or not torch.cuda.is_available():
+        os.environ["DS_ACCELERATOR"] = "cpu"
 
 
 def start(
@@ -25,17 +44,19 @@ def start(
     device: torch.device,
     timeout: timedelta,
 ) -> None:
-    """Initialise the default process group (NCCL on GPUs, gloo on CPU) and DeepSpeed's view of it."""
+    """Initialise the default process group (NCCL on GPUs, gloo on CPU) and DeepSpeed's view of it.
+
+    One process alone needs neither address nor port.
+    """
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(
-        backend,
-        init_method=f"tcp://{address}:{port}",
-        rank=rank,
-        world_size=world_size,
-        timeout=timeout,
-    )
+    if world_size == 1:
+        store = dist.HashStore()
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+    else:
+        where = f"tcp://{address}:{port}"
+        dist.init_process_group(backend, init_method=where, rank=rank, world_size=world_size, timeout=timeout)
     adopt(local_rank)
 
 

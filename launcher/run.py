@@ -1,0 +1,345 @@
+"""Assemble a run from its configuration: the only place that constructs."""
+
+import dataclasses
+import json
+import logging
+import os
+import resource
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from checkpoints.manager import About, Manager, Restored, holds_run
+from conf.schema import plain
+from launcher.cluster import Placement, placement
+from launcher.config import Config, Plan, Prepare, allowed, check_resume, plan
+from launcher.failure import DONE, FailureWatch
+from launcher.hardware import peak_flops
+from launcher.log import logging_to
+from launcher.metrics import MetricsWriter
+from launcher.rundirectory import RunDirectory, versions
+from launcher.telling import beginning, dry_run_text, ending, prepared_facts, prepared_text
+from launcher.train import Run
+from launcher.train import train as loop
+from megamodel.accounting import flops_per_token
+from megamodel.data.batch import Batch, Cursor
+from megamodel.data.held_out import HeldOut
+from megamodel.data.loader import Loader
+from megamodel.data.prefetch import Prefetcher
+from megamodel.data.prepare import prepare as prepare_data
+from megamodel.data.prepared import Prepared
+from megamodel.dropout import Clock
+from megamodel.loss import Loss
+from megamodel.model import layers
+from megamodel.optim import adamw
+from parallel.engine import Engine
+from parallel.mesh import Mesh, build_mesh
+from parallel.start import pick_device, start, stop
+from parallel.tensor import TensorParallel, VocabularyShard
+
+log = logging.getLogger(__name__)
+
+
+def prepare(config: Prepare) -> int:
+    """The command `prepare`: tokenizer and token files."""
+    prepared = prepare_data(config.data, config.tokenizer, progress=_progress())
+    print(prepared_text(prepared) if config.format == "text" else json.dumps(prepared_facts(prepared)))
+    return DONE
+
+
+def train(config: Config) -> int:
+    """The command `train`, on each process of a run."""
+    place = placement(os.environ)
+    device = pick_device(config.hardware.device, place.local_rank)
+    settled = plan(config, world_size=place.world_size, cuda=device.type == "cuda")
+    directory = RunDirectory(settled.directory)
+    torch.set_num_threads(config.hardware.threads or max(1, _cores() // place.local_size))
+    if not config.dry_run and _is_over(settled, directory, rank=place.rank):
+        return DONE
+    logs = directory.log_file(place.rank) if not config.dry_run else None
+    with (
+        logging_to(logs, rank=place.rank, level=config.run.log_level),
+        _joined(place, config, device),
+        _watched(place, directory),
+    ):
+        mesh = build_mesh(tp=config.parallel.tp, pp=config.parallel.pp, device=device)
+        _dry_run(settled, mesh) if config.dry_run else _train(settled, mesh, directory)
+        if mesh.world.size > 1:
+            dist.barrier()
+    return DONE
+
+
+def _is_over(settled: Plan, directory: RunDirectory, *, rank: int) -> bool:
+    """Whether there is nothing left to do; ValueError when resume=none would mix with a run."""
+    if settled.config.resume == "none" and holds_run(directory.path):
+        raise ValueError(
+            f"{directory.path} holds a run and resume=none starts a new one; "
+            "give another run.name or run.dir, or resume=auto to go on"
+        )
+    status = directory.status()
+    saved = directory.saved_config()
+    if settled.config.resume != "auto" or not status or status["state"] != "finished" or saved is None:
+        return False
+    check_resume(saved, settled.config)
+    if status["step"] < settled.steps:
+        return False
+    if rank == 0:
+        print(f"{directory.path} is finished at step {status['step']}; nothing to do")
+    return True
+
+
+@contextmanager
+def _joined(place: Placement, config: Config, device: torch.device) -> Iterator[None]:
+    start(
+        rank=place.rank,
+        world_size=place.world_size,
+        local_rank=place.local_rank,
+        address=place.master_addr,
+        port=place.master_port,
+        device=device,
+        timeout=timedelta(seconds=config.run.timeout_seconds),
+    )
+    try:
+        yield
+    finally:
+        # After an error others may be gone, and leaving a NCCL group would wait for them.
+        if sys.exc_info()[0] is None:
+            stop()
+
+
+def _watched(place: Placement, directory: RunDirectory) -> FailureWatch:
+    def connect() -> dist.TCPStore:
+        return dist.TCPStore(place.master_addr, place.master_port, is_master=False)
+
+    return FailureWatch(
+        connect,
+        rank=place.rank,
+        world_size=place.world_size,
+        directory=directory,
+        attempt=os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
+    )
+
+
+def _train(settled: Plan, mesh: Mesh, directory: RunDirectory) -> None:
+    """Assemble, restore, train, and tell how it went."""
+    config = settled.config
+    prepared = _prepared(config, mesh)
+    loader, held_out = _data(settled, prepared)
+    engine = build_engine(settled, mesh)
+    about = About(plain(config), _library_versions(), prepared.tokenizer.hash)
+    checkpoints = Manager(settled.directory, config.checkpoint, mesh, about, say=log.info)
+    restored = checkpoints.restore(engine, config.resume, accept=_acceptor(settled, prepared))
+    cursor = restored.cursor if restored else Cursor()
+    directory.begin(
+        config, rank=mesh.world.rank, step=cursor.step, extra={"device": device_name(mesh.device)}
+    )
+    metrics = MetricsWriter(
+        directory,
+        plain(config),
+        rank=mesh.world.rank,
+        steps=settled.steps,
+        step=cursor.step,
+        attempt=cursor.attempt,
+        segment=int(restored.extra.get("segment", 0)) if restored else 0,
+        resumed=restored is not None,
+        log_every=config.run.log_every,
+    )
+    cursor = dataclasses.replace(cursor, attempt=_from_main(metrics.attempt, mesh))
+    run = Run(
+        plan=settled,
+        engine=engine,
+        loader=loader,
+        feed=Prefetcher(loader, data_rank=mesh.dp.rank, data_size=mesh.dp.size),
+        held_out=held_out,
+        metrics=metrics,
+        checkpoints=checkpoints,
+        directory=directory,
+        extra={"data": prepared.digest, "segment": metrics.segment},
+        flops_per_token=flops_per_token(config.model, config.train.sequence_length).training,
+        peak_flops=_peak(settled, mesh),
+        peak_bytes=_peak_bytes(mesh.device),
+    )
+    try:
+        metrics.note(beginning(settled, mesh, engine.bounds, prepared, cursor))
+        outcome = loop(run, cursor)
+    finally:
+        metrics.close()
+        run.feed.close()
+    if mesh.is_main:
+        state = "stopped" if outcome.stopped_by else "finished"
+        directory.set_status(state, reason=outcome.stopped_by or "", step=outcome.cursor.step)
+        print(ending(settled, prepared, held_out, outcome, checkpoints.latest()))
+
+
+def build_engine(settled: Plan, mesh: Mesh) -> Engine:
+    """The model of a configuration on the mesh, under the engine."""
+    config, clock = settled.config, Clock()
+    parallel = TensorParallel(mesh.tp, sequence=config.parallel.sequence_parallel)
+    shard = VocabularyShard(config.model.vocab_size, mesh.tp)
+    built = layers(
+        config.model,
+        seed=config.train.seed,
+        documents=config.data.isolate_documents,
+        parallel=parallel,
+        recompute=config.parallel.recompute == "block",
+        clock=clock,
+    )
+    return Engine(
+        built,
+        Loss(z_weight=config.model.z_loss, start=shard.start, group=mesh.tp),
+        mesh=mesh,
+        make_optimizer=lambda module: adamw(module, config.optim),
+        precision=settled.precision,
+        micro_batch=settled.batches.micro_batch,
+        accumulation=settled.batches.at(0).accumulation,
+        clip_norm=config.optim.clip_norm,
+        stage_layers=config.parallel.stage_layers,
+        set_step=clock.set,
+    )
+
+
+def _prepared(config: Config, mesh: Mesh) -> Prepared:
+    """The main rank builds what is missing, the others wait; then each opens it, and all must agree."""
+    if mesh.is_main:
+        prepare_data(config.data, config.tokenizer, progress=_progress())
+    # Waiting on the store has no time limit of the group's: a large corpus takes hours.
+    _wait_for_main(mesh, "megamodel/prepared")
+    prepared = prepare_data(config.data, config.tokenizer)
+    if mesh.world.size > 1:
+        digest = int(prepared.digest[:15], 16)
+        seen = torch.tensor([digest, -digest], dtype=torch.int64, device=mesh.device)
+        dist.all_reduce(seen, op=dist.ReduceOp.MAX)
+        if seen.tolist() != [digest, -digest]:
+            raise ValueError(
+                f"the prepared data differ between the nodes (here {prepared.directory}); "
+                "give all of them the same files, or a data.cache on a shared file system"
+            )
+    return prepared
+
+
+def _wait_for_main(mesh: Mesh, key: str) -> None:
+    """Block until the main rank has come here, however long that takes."""
+    if mesh.world.size == 1:
+        return
+    store = dist.distributed_c10d._get_default_store()
+    if mesh.is_main:
+        store.set(key, "done")
+    store.wait([key], timedelta(days=30))
+
+
+def _data(settled: Plan, prepared: Prepared) -> tuple[Loader, HeldOut]:
+    config = settled.config
+    if prepared.tokenizer.vocab_size > config.model.vocab_size:
+        raise ValueError(
+            f"the tokenizer has {prepared.tokenizer.vocab_size} tokens, model.vocab_size is "
+            f"{config.model.vocab_size}; use model.vocab_size={prepared.tokenizer.vocab_size}"
+        )
+    length, isolated = config.train.sequence_length, config.data.isolate_documents
+    loader = Loader(
+        prepared.train,
+        sequence_length=length,
+        seed=config.train.seed,
+        isolate_documents=isolated,
+        mixture=config.data.weights(),
+        vocab_size=config.model.vocab_size,
+    )
+    held_out = HeldOut(
+        prepared.held_out,
+        sequence_length=length,
+        isolate_documents=isolated,
+        vocab_size=config.model.vocab_size,
+    )
+    return loader, held_out
+
+
+def _acceptor(settled: Plan, prepared: Prepared) -> Callable[[Restored], None]:
+    """Refuses a checkpoint that this configuration does not continue."""
+
+    def accept(restored: Restored) -> None:
+        check_resume(restored.about.configuration, settled.config)
+        if restored.about.tokenizer != prepared.tokenizer.hash:
+            raise ValueError(
+                f"{restored.path} was trained with another tokenizer ({restored.about.tokenizer[:12]}, here "
+                f"{prepared.tokenizer.hash[:12]}); use its tokenizer, or another run.name"
+            )
+        # Another mixture or other paths may be asked for by name, and then feed other tokens.
+        moved = any(allowed(path, settled.config.resume_override) for path in ("data.paths", "data.mixture"))
+        if restored.extra.get("data") != prepared.digest and not moved:
+            raise ValueError(
+                f"{restored.path} was trained on other data ({str(restored.extra.get('data'))[:12]}, here "
+                f"{prepared.digest[:12]}): a source has changed; restore it, or use another run.name"
+            )
+
+    return accept
+
+
+def _dry_run(settled: Plan, mesh: Mesh) -> None:
+    """Build everything and make one forward and backward pass on random tokens; nothing is written."""
+    config = settled.config
+    engine = build_engine(settled, mesh)
+    generator = torch.Generator().manual_seed(config.train.seed + mesh.dp.rank)
+    rows, length = settled.batches.micro_batch, config.train.sequence_length
+    shape = (rows, length)
+    batches = []
+    for _ in range(settled.batches.at(0).accumulation):
+        tokens = torch.randint(config.model.vocab_size, (rows, length + 1), generator=generator)
+        positions = torch.arange(length).expand(shape).contiguous()
+        batches.append(
+            Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), positions, torch.arange(rows))
+        )
+    peak = _peak_bytes(mesh.device)
+    result = engine.train_step(batches, lr=0.0, tried=1, judge=lambda signals: False)
+    assert result.signals is not None
+    if mesh.is_main:
+        print(dry_run_text(settled, mesh, engine.bounds, result, peak()))
+
+
+def _from_main(number: int, mesh: Mesh) -> int:
+    """The main rank's number, on all ranks."""
+    if mesh.world.size == 1:
+        return number
+    value = torch.tensor(number if mesh.is_main else 0, dtype=torch.int64, device=mesh.device)
+    dist.all_reduce(value, op=dist.ReduceOp.MAX)
+    return int(value)
+
+
+def _peak(settled: Plan, mesh: Mesh) -> float | None:
+    one = peak_flops(settled.config.hardware, device_name(mesh.device), settled.precision)
+    return None if one is None else one * mesh.world.size
+
+
+def device_name(device: torch.device) -> str:
+    """What torch calls the device."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def _peak_bytes(device: torch.device) -> Callable[[], int]:
+    """The most memory so far: allocated on the GPU, or resident in this process on the CPU."""
+    if device.type == "cuda":
+        return lambda: torch.cuda.max_memory_allocated(device)
+    return lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _library_versions() -> dict[str, str]:
+    return {name: str(value) for name, value in versions()["packages"].items()}
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def _progress() -> Callable[[str, int], None]:
+    """Tells how far the tokenising is, about every ten million tokens."""
+    told = 0
+
+    def tell(source: str, tokens: int) -> None:
+        nonlocal told
+        if tokens - told >= 10_000_000:
+            told = tokens
+            log.info(f"tokenised {tokens:,} tokens of {source}")
+
+    return tell
