@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 
-from checkpoints import load, store
+from checkpoints import choose, load, store
 from checkpoints import manifest as manifests
+from checkpoints.choose import Choices, Rewind
 from checkpoints.config import Checkpoint
 from checkpoints.files import Files, LocalFiles
 from checkpoints.manifest import BLOCK_BYTES, Damaged, Entry, FileSum, Manifest
-from checkpoints.state import Engine, Part, parts
+from checkpoints.snapshots import Ring, Slot, Snapshot, Writer, collect
+from checkpoints.state import Engine, parts
 from checkpoints.store import Found
 from megamodel.data.batch import Cursor
 from parallel.exchange import Exchange, exchange_over, together
@@ -30,14 +32,6 @@ class About:
 
 
 @dataclass(frozen=True)
-class Rewind:
-    """A rewind that was decided: what was saved between its snapshot and its alarm is not to be trusted."""
-
-    attempt: int  # of the alarm
-    snapshot_step: int
-
-
-@dataclass(frozen=True)
 class Restored:
     """A checkpoint, without its tensors."""
 
@@ -50,18 +44,12 @@ class Restored:
 
 
 @dataclass(frozen=True)
-class _Choices:
-    """What rank 0 found: (path, checksum of its manifest), best first."""
+class Rewound:
+    """The state that a rewind went back to; source: `memory`, or the directory of a checkpoint."""
 
-    where: str
-    named: bool
-    paths: list[tuple[str, str]]
-    faults: list[str]
-
-
-def condemned(cursor: Cursor, rewinds: Iterable[Rewind]) -> bool:
-    """Written after the snapshot of a rewind and not after its alarm."""
-    return any(cursor.step > r.snapshot_step and cursor.attempt <= r.attempt for r in rewinds)
+    cursor: Cursor
+    extra: dict[str, Any]
+    source: str
 
 
 def holds_run(run_dir: Path) -> bool:
@@ -80,9 +68,11 @@ def _silent(message: str) -> None:
 
 
 class Manager:
-    """Checkpoints in run_dir/checkpoints. Every method but `latest` is a collective of all ranks.
+    """Checkpoints in run_dir/checkpoints. Every method but `latest`, `wait` and `check` is a collective.
 
-    `say` receives lines for the log, on rank 0 only. `files` and `exchange` are the outside world.
+    say: receives lines for the log, on rank 0 only. background: save from a copy while training goes on, in
+    host memory for one copy of the state; then the loop calls `check` each step and `wait` at its end.
+    snapshots: how many copies `snapshot` keeps, in as much host memory. files, exchange: the outside world.
     """
 
     def __init__(
@@ -95,14 +85,21 @@ class Manager:
         say: Callable[[str], None] = _silent,
         files: Files | None = None,
         exchange: Exchange | None = None,
+        background: bool = False,
+        snapshots: int = 0,
         block_bytes: int = BLOCK_BYTES,
     ) -> None:
         self.directory = run_dir / "checkpoints"
         self._config, self._mesh, self._about = config, mesh, about or About()
         self._files: Files = files or LocalFiles()
-        self._exchange = exchange or exchange_over(mesh.world, mesh.device)
+        self._exchange = exchange or exchange_over(mesh.world)
         self._say = say if self._exchange.rank == 0 else _silent
         self._block_bytes = block_bytes
+        manifests.canonical(asdict(self._about))
+        self._slot, self._writer = Slot() if background else None, Writer()
+        self._ring = Ring(snapshots)
+        self.stall_seconds = 0.0  # how long the last `save` held up the training
+        self.write_seconds = 0.0  # how long the last write took, from the first file to the pointer
 
     def latest(self) -> Path | None:
         """The checkpoint that the pointer names, on this rank."""
@@ -111,50 +108,70 @@ class Manager:
     def save(
         self, engine: Engine, cursor: Cursor, extra: dict[str, Any], *, protect: Iterable[int] = ()
     ) -> Path:
-        """Write the state after cursor.step updates; complete and pointed to when this returns.
+        """Write the state after cursor.step updates to the path that is returned.
 
+        It is complete and pointed to when this returns; in the background: when `wait` does, and this returns
+        once the state is copied. A save that is still being written is waited for first.
         extra: plain JSON (schedule, monitor), non-finite numbers as strings. protect: steps that stay
         whatever the configuration says. On failure every rank raises and the checkpoint before stays.
         """
-        manifests.canonical({"extra": extra, "about": asdict(self._about)})
-        rank, root = self._exchange.rank, self.directory
-        directory = root / (store.step_name(cursor.step) + store.WRITING)
-        if rank == 0:
-            self._together(lambda: store.prepare(self._files, root, cursor.step))
+        self.wait()
+        start = time.perf_counter()
+        snapshot = collect(engine, cursor, extra, self._slot)
+        stay = list(protect)
+        if self._slot:
+            self._writer.start(lambda: self._write(snapshot, stay))
         else:
-            self._together(lambda: None)
-        state = parts(engine)
-        total, entries = self._together(
-            lambda: store.write_part(self._files, directory, rank, state, block_bytes=self._block_bytes)
+            self._write(snapshot, stay)
+        self.stall_seconds = time.perf_counter() - start
+        return self.directory / store.step_name(cursor.step)
+
+    def wait(self) -> None:
+        """Until no save is being written; raises what the writing raised. Call it before the process ends."""
+        self._writer.wait()
+
+    def check(self) -> None:
+        """Raise what a background save raised, without waiting for one: for every step of the loop."""
+        self._writer.check()
+
+    def _write(self, snapshot: Snapshot, protect: list[int]) -> None:
+        start = time.perf_counter()
+        rank, root, step = self._exchange.rank, self.directory, snapshot.cursor.step
+        directory = root / (store.step_name(step) + store.WRITING)
+        self._on_main(lambda: store.prepare(self._files, root, step))
+        total, entries = together(
+            self._exchange,
+            lambda: store.write_part(
+                self._files, directory, rank, snapshot.state, block_bytes=self._block_bytes
+            ),
         )
         told = self._exchange.gather(
             {"file": total and manifests.plain(total), "pieces": [manifests.plain(e) for e in entries]}
         )
-        self._together(lambda: self._commit(engine, cursor, extra, told) if rank == 0 else None)
+        self._on_main(lambda: store.commit(self._files, root, self._manifest(snapshot, told)))
         if rank == 0:
-            self._prune(cursor.step, protect)
-        return root / store.step_name(cursor.step)
+            self._prune(step, protect)
+        self.write_seconds = time.perf_counter() - start
 
-    def _together(self, action: Callable[[], Any]) -> Any:
-        return together(self._exchange, action)
+    def _on_main(self, action: Callable[[], Any]) -> None:
+        together(self._exchange, action if self._exchange.rank == 0 else lambda: None)
 
-    def _commit(self, engine: Engine, cursor: Cursor, extra: dict[str, Any], told: list[dict]) -> None:
+    def _manifest(self, snapshot: Snapshot, told: list[dict[str, Any]]) -> Manifest:
         mesh = self._mesh
-        content = Manifest(
-            step=cursor.step,
-            optimizer_step=engine.optimizer_step,
-            cursor=cursor,
+        return Manifest(
+            step=snapshot.cursor.step,
+            optimizer_step=snapshot.optimizer_step,
+            cursor=snapshot.cursor,
             layout={"tp": mesh.tp.size, "pp": mesh.pp.size, "dp": mesh.dp.size},
             configuration=self._about.configuration,
             versions=self._about.versions,
             tokenizer=self._about.tokenizer,
-            extra=extra,
+            extra=snapshot.extra,
             written=time.time(),
             block_bytes=self._block_bytes,
             files=tuple(manifests.typed(FileSum, t["file"]) for t in told if t["file"]),
             pieces=tuple(manifests.typed(Entry, piece) for t in told for piece in t["pieces"]),
         )
-        store.commit(self._files, self.directory, content)
 
     def _prune(self, newest: int, protect: Iterable[int]) -> None:
         try:
@@ -174,7 +191,11 @@ class Manager:
 
         ValueError as `restore`.
         """
-        found = self._search(resume, rewinds, lambda found: None)
+        if resume == "none":
+            return None
+        self.wait()
+        choices = self._choices(lambda: choose.look(self._files, self.directory, resume, rewinds))
+        found = self._first(choices, lambda found: None)
         return _restored(found[0]) if found else None
 
     def restore(
@@ -193,6 +214,20 @@ class Manager:
         ValueError when what is named is missing, damaged or does not fit, or nothing sound is left; live
         state is then untouched, on all ranks.
         """
+        if resume == "none":
+            return None
+        self.wait()
+        choices = self._choices(lambda: choose.look(self._files, self.directory, resume, rewinds))
+        found = self._load(engine, choices, accept)
+        if found is None:
+            return None
+        self._say(f"resumed from {found.path}, step {found.manifest.step}")
+        return _restored(found)
+
+    def _load(
+        self, engine: Engine, choices: Choices, accept: Callable[[Restored], None] | None = None
+    ) -> Found | None:
+        """Bring the engine to the first choice that is sound on every rank."""
         state = parts(engine)
         told = self._exchange.gather(sorted({(part.kind, part.name) for part in state}))
         names = {(kind, name) for rank in told for kind, name in rank}
@@ -204,25 +239,44 @@ class Manager:
                 _refuse_unknown(found, names)
             return load.stage(self._files, found, state)
 
-        answer = self._search(resume, rewinds, read)
+        answer = self._first(choices, read)
         if answer is None:
             return None
         found, staged = answer
-        self._put(engine, state, staged, found.manifest.optimizer_step)
-        self._say(f"resumed from {found.path}, step {found.manifest.step}")
-        return _restored(found)
-
-    def _put(self, engine: Engine, state: list[Part], staged: list[torch.Tensor], step: int) -> None:
         load.put(state, staged)
-        engine.load_done(step)
+        engine.load_done(found.manifest.optimizer_step)
+        return found
 
-    def _search(
-        self, resume: str, rewinds: Iterable[Rewind], read: Callable[[Found], Any]
-    ) -> tuple[Found, Any] | None:
+    def snapshot(self, engine: Engine, cursor: Cursor, extra: dict[str, Any]) -> None:
+        """Copy the state into the ring, for `rewind`; the oldest copy makes room."""
+        self._ring.add(engine, cursor, extra)
+
+    def rewind(self, engine: Engine, to: int, *, rewinds: Iterable[Rewind] = ()) -> Rewound:
+        """Bring the live engine back to the newest state of at most `to` updates: from the ring, else a file.
+
+        Snapshots of later steps are dropped. rewinds: this one and those before, so that no file that they
+        condemn is taken. ValueError when there is nothing to go back to; live state is then untouched.
+        """
+        self.wait()
+        snapshot = self._ring.at_or_before(to)
+        told = self._exchange.everyone(snapshot and snapshot.cursor.step)
+        if len(set(told)) > 1:
+            raise RuntimeError(f"the ranks hold snapshots of different steps: {told}")
+        self._ring.forget_after(to)
+        if snapshot:
+            load.put(parts(engine), [part.tensor for part in snapshot.state])
+            engine.load_done(snapshot.optimizer_step)
+            return Rewound(snapshot.cursor, snapshot.extra, "memory")
+        found = self._load(
+            engine,
+            self._choices(lambda: choose.newest(self._files, self.directory, rewinds, at_most=to)),
+        )
+        if found is None:
+            raise ValueError(f"there is no snapshot and no checkpoint of at most {to} steps to go back to")
+        return Rewound(found.manifest.cursor, found.manifest.extra, str(found.path))
+
+    def _first(self, choices: Choices, read: Callable[[Found], Any]) -> tuple[Found, Any] | None:
         """The first choice that every rank can read, and what this rank read; None when there is nothing."""
-        if resume == "none":
-            return None
-        choices = self._choices(resume, list(rewinds))
         faults = choices.faults
         for fault in faults:
             self._say(f"{fault}; passed over")
@@ -274,42 +328,18 @@ class Manager:
                     raise RuntimeError(message) if kind == "failed" else ValueError(message)
         return None, found, value
 
-    def _choices(self, resume: str, rewinds: list[Rewind]) -> _Choices:
+    def _choices(self, lookup: Callable[[], Choices]) -> Choices:
         """What may be loaded, looked up on rank 0, the same on all ranks."""
         told = None
         if self._exchange.rank == 0:
             try:
-                told = asdict(_look(self._files, self.directory, resume, rewinds))
+                told = asdict(lookup())
             except (ValueError, OSError) as error:
                 told = str(error)
         told = self._exchange.share(told)
         if isinstance(told, str):
             raise ValueError(told)
-        return _Choices(told["where"], told["named"], [tuple(p) for p in told["paths"]], told["faults"])
-
-
-def _look(files: Files, directory: Path, resume: str, rewinds: list[Rewind]) -> _Choices:
-    if resume == "auto":
-        return _newest(files, directory, rewinds)
-    path = Path(resume)
-    names = files.names(path)
-    if manifests.NAME in names:
-        checksum = manifests.read(files, path)[1]
-        return _Choices(str(path), True, [(str(path), checksum)], [])
-    for inner in (path / "checkpoints", path):
-        if store.steps(files, inner):
-            return _newest(files, inner, rewinds)
-    state = "is not a complete checkpoint" if names else "does not exist or is empty"
-    raise ValueError(
-        f"resume={resume} {state}; give the directory of a step (.../{store.step_name(1000)}) or of a run, "
-        "or resume=auto"
-    )
-
-
-def _newest(files: Files, directory: Path, rewinds: list[Rewind]) -> _Choices:
-    found, faults = store.scan(files, directory)
-    paths = [(str(f.path), f.checksum) for f in found if not condemned(f.manifest.cursor, rewinds)]
-    return _Choices(str(directory), False, paths, faults)
+        return Choices(**{**told, "paths": [(path, checksum) for path, checksum in told["paths"]]})
 
 
 def _refuse_unknown(found: Found, names: set[tuple[str, str]]) -> None:

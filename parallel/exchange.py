@@ -97,8 +97,8 @@ def _decode(data: torch.Tensor) -> Any:
 def exchange_over(group: Group, *, timeout: timedelta | None = None) -> Exchange:
     """An exchange with a gloo group of its own, so that a thread may use it while training goes on.
 
-    Collective: all ranks of the default group call it with the same ranks, in the same order. One rank needs no
-    process group.
+    Collective: all ranks of the default group call it with the same ranks, in the same order. One
+    rank needs no process group.
     """
     if group.size == 1:
         return Alone()

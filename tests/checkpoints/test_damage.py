@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from checkpoints import store
+from checkpoints.choose import Rewind, condemned
 from checkpoints.config import Checkpoint
 from checkpoints.files import LocalFiles
-from checkpoints.manager import Manager, Rewind, condemned, holds_run
+from checkpoints.manager import Manager, holds_run
 from megamodel.data.batch import Cursor
 from tests.checkpoints.fake import FakeEngine, Logical, holds, make_mesh, reference
 from tests.checkpoints.test_round_trip import refused, restore, save

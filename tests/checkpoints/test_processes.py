@@ -23,7 +23,7 @@ class FullDisk(LocalFiles):
 
 def talk() -> dict[str, Any]:
     mesh = build_mesh(tp=2, pp=1, device=torch.device("cpu"))
-    exchange = exchange_over(mesh.world, mesh.device)
+    exchange = exchange_over(mesh.world)
     rank = exchange.rank
     long = {"rank": rank, "text": "é" * (rank * 5000)}
     return {
@@ -59,12 +59,12 @@ def save_and_load(run_dir: str) -> dict[str, Any]:
     found = manager.restore(engine, "auto")
     assert found
     data = (path / "rank-00001.safetensors").read_bytes()
-    exchange_over(mesh.world, mesh.device).everyone(None)
+    exchange_over(mesh.world).everyone(None)
     if mesh.world.rank == 0:
         (path / "rank-00001.safetensors").write_bytes(data[:-1] + b"!")
-    exchange_over(mesh.world, mesh.device).everyone(None)
+    exchange_over(mesh.world).everyone(None)
     damaged = failure(lambda: manager.restore(engine, "auto"))
-    exchange_over(mesh.world, mesh.device).everyone(None)
+    exchange_over(mesh.world).everyone(None)
     if mesh.world.rank == 0:
         (path / "rank-00001.safetensors").write_bytes(data)
     return {
@@ -101,7 +101,7 @@ def test_two_processes(ranks: Ranks, tmp_path: Path) -> None:
 
 
 def test_one_rank_needs_no_process_group() -> None:
-    exchange = exchange_over(SINGLE, torch.device("cpu"))
+    exchange = exchange_over(SINGLE)
     assert isinstance(exchange, Alone)
     assert exchange.everyone(1) == exchange.gather(1) == [exchange.share(1)] == [1]
     assert make_mesh(0, 1, 1, 1).world == Group((0,), 0, None)
