@@ -60,6 +60,14 @@ class VariantLoader(ConfigLoaderImpl):
         self.base = base
         self.layers = Layers()
 
+    def load_configuration(
+        self, config_name: str | None, overrides: list[str], *more: Any, **named: Any
+    ) -> Any:
+        raw = super().load_configuration(config_name, overrides, *more, **named)
+        for key in [override.partition("=")[0].lstrip("+~") for override in overrides]:
+            self.layers.origins.pop(key, None)  # no file's any more
+        return raw
+
     def _load_single_config(self, default: Any, repo: Any) -> Any:
         """As Hydra's, without its deprecated matching of files and stored nodes of one name."""
         found = repo.load_config(config_path=default.config_path)

@@ -284,6 +284,8 @@ def paths(section: type) -> list[str]:
 def nearest(path: str, valid: list[str]) -> str | None:
     """The valid path most likely meant: a neighbour spelt alike, the same name elsewhere, or one alike."""
     parent, _, leaf = path.rpartition(".")
+    if parent in valid and not any(p.startswith(f"{parent}.") for p in valid):
+        return parent  # a key below a value
     neighbours = {p.rpartition(".")[2]: p for p in valid if p.rpartition(".")[0] == parent}
     close = difflib.get_close_matches(leaf, neighbours, n=1, cutoff=0.75)
     if close:
