@@ -42,8 +42,8 @@ def beginning(settled: Plan, mesh: Mesh, bounds: Sequence[int], prepared: Prepar
         (
             f"{start} of {settled.steps} steps in {settled.directory}",
             (
-                f"model   {parameter_count(config.model):,} parameters, vocabulary {config.model.vocab_size}, "
-                f"{settled.precision}"
+                f"model   {parameter_count(config.model):,} parameters, vocabulary "
+                f"{config.model.vocab_size}, {settled.precision}"
             ),
             f"data    {train:,} training tokens, {held_out:,} held out, {isolated}",
             (
@@ -61,7 +61,9 @@ def _layout(settled: Plan, mesh: Mesh, bounds: Sequence[int]) -> str:
     if settled.config.parallel.sequence_parallel:
         text += ", sequence parallel"
     if mesh.pp.size > 1:
-        text += f", layers by stage {[b - a for a, b in itertools.pairwise(bounds)]}"
+        count = [b - a for a, b in itertools.pairwise(bounds)]
+        # The embedding stands before the first block, the last norm and the head behind the last one.
+        text += f", blocks by stage {[count[0] - 1, *count[1:-1], count[-1] - 2]}"
     return text
 
 

@@ -139,7 +139,8 @@ class Engine:
             stage_layers=stage_layers,
         )
         with _quiet():
-            self.module = _StagedModule(layers, loss, mesh, self.bounds)
+            with torch.no_grad():  # it broadcasts tied weights, which autograd must not see
+                self.module = _StagedModule(layers, loss, mesh, self.bounds)
             for parameter in self.module.parameters():
                 if parameter.ds_pipe_replicated:  # type: ignore[attr-defined]
                     disown(parameter)
