@@ -74,6 +74,7 @@ def test_every_line_goes_where_the_policy_says(
             assert isinstance(record, Document) and record.text == text
             assert record.byte_start is not None
             cut = content[record.byte_start : record.byte_start + record.byte_length]
+            assert not cut.endswith((b"\r", b"\n"))
             assert json.loads(cut) == json.loads(line.decode("utf-8-sig"))
         else:
             assert isinstance(record, Left) and record.reason.startswith(reason)
@@ -166,7 +167,7 @@ def test_long_text_is_cut_into_valid_documents_that_together_are_the_file(
         assert block.payload.endswith(b"\n") or b"\n" not in (block.payload + after.payload)[:limit]
 
 
-@pytest.mark.parametrize("content", [b"", b"\xef\xbb\xbf", b"\xef\xbb", b"a", b"\xef\xbb\xbfa", b"ab\r\n\0c"])
+@pytest.mark.parametrize("content", [b"", b"\xef\xbb\xbf", b"\xef\xbb", b"a", b"\xef\xbb\xbfa", b" ab\r\n\0c \n"])
 def test_text_files_keep_every_byte_but_the_mark(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "a.txt").write_bytes(content)
     (record,) = read(tmp_path / "a.txt")
