@@ -98,6 +98,27 @@ def test_the_machine_stops_at_every_operation(step: int, memory: str) -> None:
     assert outcomes == sorted(outcomes) or memory == "some"
 
 
+def test_stopped_again_while_clearing_up_after_the_first_stop() -> None:
+    """Where only `.old` is left, the next save must bring it back before anything else."""
+    left, number = first_saved(), 0
+    while DiskFiles(left).names(RUN / "checkpoints") != [
+        "latest",
+        "step-00000010.old",
+        "step-00000010.writing",
+    ]:
+        number += 1
+        disk = first_saved()
+        disk.arm(number, "crash")
+        save(disk, 10, 2)
+        left = disk.after_crash("all")
+    for number in range(1, operations(30) + 10):
+        for memory in ("synced", "all"):
+            disk = left.after_crash("all")
+            disk.arm(number, "crash")
+            save(disk, 30, 3)
+            assert load(disk.after_crash(memory)) in ([1, 1], [3, 3]), (number, memory)
+
+
 @pytest.mark.parametrize("rank", range(RANKS))
 def test_one_rank_is_killed_at_every_operation(rank: int) -> None:
     disk = first_saved()
