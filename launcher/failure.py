@@ -211,7 +211,8 @@ def guarded(
 
 def write_error_file(path: Path, report: Report) -> None:
     """The error as torchelastic's agent reads it."""
-    details = {"py_callstack": report.traceback, "timestamp": str(int(report.time))}
+    shown = report.line() if report.code == WRONG_INPUT else report.traceback  # in torchrun's own summary
+    details = {"py_callstack": shown, "timestamp": str(int(report.time))}
     message = {"message": report.line(), "extraInfo": details, "errorCode": report.code}
     try:
         path.write_text(json.dumps({"message": message}), encoding="utf-8")
