@@ -167,7 +167,9 @@ def test_long_text_is_cut_into_valid_documents_that_together_are_the_file(
         assert block.payload.endswith(b"\n") or b"\n" not in (block.payload + after.payload)[:limit]
 
 
-@pytest.mark.parametrize("content", [b"", b"\xef\xbb\xbf", b"\xef\xbb", b"a", b"\xef\xbb\xbfa", b" ab\r\n\0c \n"])
+@pytest.mark.parametrize(
+    "content", [b"", b"\xef\xbb\xbf", b"\xef\xbb", b"a", b"\xef\xbb\xbfa", b" ab\r\n\0c \n"]
+)
 def test_text_files_keep_every_byte_but_the_mark(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "a.txt").write_bytes(content)
     (record,) = read(tmp_path / "a.txt")
