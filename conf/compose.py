@@ -25,8 +25,8 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, flag_override
-from omegaconf.errors import OmegaConfBaseException
 
+from conf.saved import is_file_error, one_line, to_yaml
 from conf.schema import accepts, complete, hints, plain, unions
 from conf.typed import InvalidConfiguration, Problem, parse, unknown_key
 
@@ -320,33 +320,6 @@ def resolved(root: type, raw: DictConfig) -> dict[str, Any]:
     return {str(key): value for key, value in result.items()}
 
 
-def read(file: Path) -> dict[str, Any]:
-    """The values of a YAML file; ValueError when it cannot be read."""
-    try:
-        values = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
-    except Exception as error:
-        if not isinstance(error, OSError | UnicodeDecodeError) and not is_composition_error(error):
-            raise
-        raise ValueError(f"config={file} cannot be read: {composition_error(error)}") from None
-    if not isinstance(values, dict):
-        raise ValueError(f"config={file} must be a mapping of keys to values")
-    return {str(key): value for key, value in values.items()}
-
-
-def to_yaml(values: Mapping[str, Any]) -> str:
-    """Plain values as YAML that `read` and our door turn back into the same values."""
-    return OmegaConf.to_yaml(OmegaConf.create(dict(escaped(values))))
-
-
-def escaped(value: Any) -> Any:
-    """Text that only looks like an interpolation is kept as text."""
-    if isinstance(value, Mapping):
-        return {key: escaped(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [escaped(item) for item in value]
-    return value.replace("${", "\\${") if isinstance(value, str) else value
-
-
 def unreadable(argument: str, error: Exception) -> str:
     if "=" not in argument:
         return f"cannot read the argument {argument!r}: write key=value"
@@ -356,13 +329,11 @@ def unreadable(argument: str, error: Exception) -> str:
 
 def is_composition_error(error: BaseException | None) -> bool:
     """Whether Hydra, OmegaConf or YAML found something wrong in what the user wrote."""
-    yaml_error = any(base.__name__ == "YAMLError" for base in type(error).__mro__)
-    return yaml_error or isinstance(error, HydraException | OmegaConfBaseException)
+    return isinstance(error, HydraException) or is_file_error(error)
 
 
 def composition_error(error: BaseException) -> str:
     """Such an error as one line."""
     if error.__cause__ is not None and is_composition_error(error.__cause__):
         error = error.__cause__
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return "; ".join(lines) or type(error).__name__
+    return one_line(error)

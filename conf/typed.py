@@ -229,6 +229,8 @@ def unknown_key(path: str, root: type) -> str:
         named = [own if part == "*" else part for part, own in zip(meant.split("."), ours, strict=False)]
         return f"no such key; the nearest is {'.'.join(named)}"
     parent = path.rpartition(".")[0]
+    while parent and parent not in valid:
+        parent = parent.rpartition(".")[0]
     names = [p.rpartition(".")[2] for p in valid if p.rpartition(".")[0] == parent]
     where = f"in {parent}" if parent else "at the top"
     return f"no such key; {where} there are {', '.join(names)}"

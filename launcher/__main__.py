@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from conf.saved import read
 from conf.typed import InvalidConfiguration
 from launcher.cluster import Placement, placement
 from launcher.commands import COMMANDS, Command
@@ -102,8 +103,6 @@ def take_saved(overrides: Sequence[str]) -> tuple[Path | None, list[str]]:
 
 def values_for(root: type, file: Path) -> dict[str, Any]:
     """The values of a saved configuration that this command has; those of another command are left out."""
-    from conf.compose import read
-
     values = read(file)
     ours = {field.name for field in dataclasses.fields(root)}
     others = {f.name for command in COMMANDS.values() for f in dataclasses.fields(command.load_root())}

@@ -15,7 +15,7 @@ from typing import Any, TextIO
 from torch.utils.tensorboard.summary import hparams
 from torch.utils.tensorboard.writer import SummaryWriter
 
-from conf.compose import to_yaml
+from conf.saved import to_yaml
 from launcher.progress import Progress
 from launcher.rundirectory import RunDirectory
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from conf.compose import read, to_yaml
+from conf.saved import read, to_yaml
 from conf.schema import plain
 
 State = Literal["running", "finished", "stopped", "failed"]
