@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 
 from checkpoints.manager import About, Manager, Restored, holds_run
 from conf.schema import plain
@@ -37,8 +36,9 @@ from megamodel.loss import Loss
 from megamodel.model import layers
 from megamodel.optim import adamw
 from parallel.engine import Engine
+from parallel.exchange import Exchange, exchange_over
 from parallel.mesh import Mesh, build_mesh
-from parallel.start import pick_device, start, stop
+from parallel.start import connect, pick_device, start, stop, wait_for_main
 from parallel.tensor import TensorParallel, VocabularyShard
 
 log = logging.getLogger(__name__)
@@ -68,8 +68,6 @@ def train(config: Config) -> int:
     ):
         mesh = build_mesh(tp=config.parallel.tp, pp=config.parallel.pp, device=device)
         _dry_run(settled, mesh) if config.dry_run else _train(settled, mesh, directory)
-        if mesh.world.size > 1:
-            dist.barrier()
     return DONE
 
 
@@ -112,11 +110,8 @@ def _joined(place: Placement, config: Config, device: torch.device) -> Iterator[
 
 
 def _watched(place: Placement, directory: RunDirectory) -> FailureWatch:
-    def connect() -> dist.TCPStore:
-        return dist.TCPStore(place.master_addr, place.master_port, is_master=False)
-
     return FailureWatch(
-        connect,
+        lambda: connect(place.master_addr, place.master_port),
         rank=place.rank,
         world_size=place.world_size,
         directory=directory,
@@ -127,11 +122,12 @@ def _watched(place: Placement, directory: RunDirectory) -> FailureWatch:
 def _train(settled: Plan, mesh: Mesh, directory: RunDirectory) -> None:
     """Assemble, restore, train, and tell how it went."""
     config = settled.config
-    prepared = _prepared(config, mesh)
+    exchange = exchange_over(mesh.world)
+    prepared = _prepared(config, mesh, exchange)
     loader, held_out = _data(settled, prepared)
     engine = build_engine(settled, mesh)
     about = About(plain(config), _library_versions(), prepared.tokenizer.hash)
-    checkpoints = Manager(settled.directory, config.checkpoint, mesh, about, say=log.info)
+    checkpoints = Manager(settled.directory, config.checkpoint, mesh, about, say=log.info, exchange=exchange)
     restored = checkpoints.restore(engine, config.resume, accept=_acceptor(settled, prepared))
     cursor = restored.cursor if restored else Cursor()
     directory.begin(
@@ -148,7 +144,7 @@ def _train(settled: Plan, mesh: Mesh, directory: RunDirectory) -> None:
         resumed=restored is not None,
         log_every=config.run.log_every,
     )
-    cursor = dataclasses.replace(cursor, attempt=_from_main(metrics.attempt, mesh))
+    cursor = dataclasses.replace(cursor, attempt=exchange.share(metrics.attempt))
     run = Run(
         plan=settled,
         engine=engine,
@@ -173,6 +169,7 @@ def _train(settled: Plan, mesh: Mesh, directory: RunDirectory) -> None:
         state = "stopped" if outcome.stopped_by else "finished"
         directory.set_status(state, reason=outcome.stopped_by or "", step=outcome.cursor.step)
         print(ending(settled, prepared, held_out, outcome, checkpoints.latest()))
+    exchange.everyone(None)  # leave together
 
 
 def build_engine(settled: Plan, mesh: Mesh) -> Engine:
@@ -202,33 +199,19 @@ def build_engine(settled: Plan, mesh: Mesh) -> Engine:
     )
 
 
-def _prepared(config: Config, mesh: Mesh) -> Prepared:
+def _prepared(config: Config, mesh: Mesh, exchange: Exchange) -> Prepared:
     """The main rank builds what is missing, the others wait; then each opens it, and all must agree."""
     if mesh.is_main:
         prepare_data(config.data, config.tokenizer, progress=_progress())
     # Waiting on the store has no time limit of the group's: a large corpus takes hours.
-    _wait_for_main(mesh, "megamodel/prepared")
+    wait_for_main(mesh, "megamodel/prepared")
     prepared = prepare_data(config.data, config.tokenizer)
-    if mesh.world.size > 1:
-        digest = int(prepared.digest[:15], 16)
-        seen = torch.tensor([digest, -digest], dtype=torch.int64, device=mesh.device)
-        dist.all_reduce(seen, op=dist.ReduceOp.MAX)
-        if seen.tolist() != [digest, -digest]:
-            raise ValueError(
-                f"the prepared data differ between the nodes (here {prepared.directory}); "
-                "give all of them the same files, or a data.cache on a shared file system"
-            )
+    if len(set(exchange.everyone(prepared.digest))) > 1:
+        raise ValueError(
+            f"the prepared data differ between the nodes (here {prepared.directory}); "
+            "give all of them the same files, or a data.cache on a shared file system"
+        )
     return prepared
-
-
-def _wait_for_main(mesh: Mesh, key: str) -> None:
-    """Block until the main rank has come here, however long that takes."""
-    if mesh.world.size == 1:
-        return
-    store = dist.distributed_c10d._get_default_store()
-    if mesh.is_main:
-        store.set(key, "done")
-    store.wait([key], timedelta(days=30))
 
 
 def _data(settled: Plan, prepared: Prepared) -> tuple[Loader, HeldOut]:
@@ -296,15 +279,6 @@ def _dry_run(settled: Plan, mesh: Mesh) -> None:
     assert result.signals is not None
     if mesh.is_main:
         print(dry_run_text(settled, mesh, engine.bounds, result, peak()))
-
-
-def _from_main(number: int, mesh: Mesh) -> int:
-    """The main rank's number, on all ranks."""
-    if mesh.world.size == 1:
-        return number
-    value = torch.tensor(number if mesh.is_main else 0, dtype=torch.int64, device=mesh.device)
-    dist.all_reduce(value, op=dist.ReduceOp.MAX)
-    return int(value)
 
 
 def _peak(settled: Plan, mesh: Mesh) -> float | None:

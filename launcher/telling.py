@@ -125,17 +125,13 @@ def compared(settled: Plan, prepared: Prepared, held_out: HeldOut, loss: HeldOut
             windows=windows,
             source=name,
         )
-        lines += [
-            f"{what} {value:.4f} nats per token, on {found.tokens:,} tokens",
-            (
-                f"  unigram entropy {found.unigram_entropy:.4f}: the model is "
-                f"{found.unigram_entropy - value:.4f} below"
-            ),
-            (
-                f"  bigram baseline {found.bigram_cross_entropy:.4f}: the model is "
-                f"{found.bigram_cross_entropy - value:.4f} below"
-            ),
-        ]
+        lines.append(f"{what} {value:.4f} nats per token, on {found.tokens:,} tokens")
+        for baseline, nats in (
+            ("unigram entropy", found.unigram_entropy),
+            ("bigram baseline", found.bigram_cross_entropy),
+        ):
+            side = "below" if value < nats else "above"
+            lines.append(f"  {baseline} {nats:.4f}: the model is {abs(nats - value):.4f} {side}")
     return lines
 
 

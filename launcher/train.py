@@ -103,10 +103,13 @@ def train(run: Run, cursor: Cursor) -> Outcome:
                 _save(run, cursor)
                 saved = cursor.step
             if asked:
+                run.checkpoints.wait()
                 return Outcome(cursor, signal.Signals(asked).name, loss)
+            run.checkpoints.check()
             garbage.step(cursor.attempt)
     if saved != cursor.step:
         _save(run, cursor)
+    run.checkpoints.wait()
     return Outcome(cursor, None, loss)
 
 

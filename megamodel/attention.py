@@ -23,7 +23,7 @@ class GroupedAttention(nn.Module):
         n_heads: int = setting(8, on_resume="must_equal", help="query heads")
         n_kv_heads: int = setting(4, on_resume="must_equal", help="key/value heads; divides n_heads")
         head_width: int = setting(
-            32, on_resume="must_equal", help="width of a head; heads x width may differ from d_model"
+            48, on_resume="must_equal", help="width of a head; heads x width may differ from d_model"
         )
         window: int | None = setting(
             None, on_resume="must_equal", help="a query sees this many keys, itself included; null: all"

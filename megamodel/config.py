@@ -27,11 +27,11 @@ class Initial:
 
 @config
 class Model:
-    """A decoder. The defaults are the demo model of about 10M parameters."""
+    """A decoder. The defaults are the demo model of about 10M parameters, conf/model/small.yaml."""
 
     vocab_size: int = setting(2048, on_resume="must_equal", help="true vocabulary, without padding")
-    d_model: int = setting(320, on_resume="must_equal", help="width of the residual stream")
-    n_layers: int = setting(8, on_resume="must_equal", help="blocks")
+    d_model: int = setting(384, on_resume="must_equal", help="width of the residual stream")
+    n_layers: int = setting(6, on_resume="must_equal", help="blocks")
     layout: Literal["pre"] = setting(
         "pre", on_resume="must_equal", help="where the norms stand: h = x + A(N1 x); y = h + F(N2 h)"
     )

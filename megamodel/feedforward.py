@@ -12,7 +12,7 @@ class FeedForward(nn.Module):
 
     @config
     class Config:
-        d_ff: int = setting(688, on_resume="must_equal", help="inner width")
+        d_ff: int = setting(1024, on_resume="must_equal", help="inner width")
         activation: ActivationName = setting("silu", on_resume="must_equal", help="pointwise function")
         gated: bool = setting(True, on_resume="must_equal", help="with silu: SwiGLU")
 

@@ -4,11 +4,10 @@ B batch, S sequence length, N = B S rows, V true vocabulary, v this rank's true 
 """
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megamodel.data.batch import IGNORE
-from parallel.collectives import all_reduce
+from parallel.collectives import all_reduce, all_reduce_max
 from parallel.mesh import SINGLE, Group
 
 _CHUNK_BYTES = 64 << 20  # fp32 workspace of one chunk of rows
@@ -29,7 +28,7 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
             torch.amax(logits, dim=1, out=largest) if logits.dtype == torch.float32 else largest.copy_(
                 logits.amax(1)
             )
-        all_reduce(largest, group, dist.ReduceOp.MAX)
+        all_reduce_max(largest, group)
         sums = logits.new_zeros((2, rows), dtype=torch.float32)
         if columns:
             for part in _chunks(rows, columns):

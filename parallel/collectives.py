@@ -10,10 +10,17 @@ from torch import Tensor
 from parallel.mesh import Group
 
 
-def all_reduce(x: Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-    """Reduce in place, without gradient; returns x."""
+def all_reduce(x: Tensor, group: Group) -> Tensor:
+    """Sum in place, without gradient; returns x."""
     if group.size > 1:
-        dist.all_reduce(x, op=op, group=group.handle)
+        dist.all_reduce(x, group=group.handle)
+    return x
+
+
+def all_reduce_max(x: Tensor, group: Group) -> Tensor:
+    """Maximum in place, without gradient; returns x. NaN is not carried reliably."""
+    if group.size > 1:
+        dist.all_reduce(x, op=dist.ReduceOp.MAX, group=group.handle)
     return x
 
 

@@ -35,11 +35,16 @@ _BUCKET_ELEMENTS = 16 << 20  # of gradients that are summed over tp in one call
 class LayerLike(Protocol):
     """How the engine builds a layer: see megamodel.model.Layer."""
 
-    build: Callable[[], nn.Module]
-    cost: float
-    is_block: bool
-    tied: str | None
-    apply: Callable[[nn.Module, Tensor], Tensor] | None
+    @property
+    def build(self) -> Callable[[], nn.Module]: ...
+    @property
+    def cost(self) -> float: ...
+    @property
+    def is_block(self) -> bool: ...
+    @property
+    def tied(self) -> str | None: ...
+    @property
+    def apply(self) -> Callable[[nn.Module, Tensor], Tensor] | None: ...
 
 
 class LossLike(Protocol):
@@ -57,11 +62,14 @@ class LossLike(Protocol):
 class BatchLike(Protocol):
     """One micro-batch: see megamodel.data.batch.Batch."""
 
-    tokens: Tensor
-    targets: Tensor
-    positions: Tensor
-    samples: Tensor
-
+    @property
+    def tokens(self) -> Tensor: ...
+    @property
+    def targets(self) -> Tensor: ...
+    @property
+    def positions(self) -> Tensor: ...
+    @property
+    def samples(self) -> Tensor: ...
     @property
     def valid_tokens(self) -> int: ...
 
@@ -209,9 +217,10 @@ class Engine:
         for group in self._engine.optimizer.optimizer.param_groups:
             group["lr"] = lr
         self._engine.train_batch(self._feed(batches, len(batches) * self.mesh.dp.size / valid))
-        assert self._signals is not None
-        *others, slowest = self._signals.maxima
-        signals = replace(self._signals, maxima=tuple(others))
+        decided: Signals | None = self._signals  # set by _decide, which train_batch calls
+        assert decided is not None
+        *others, slowest = decided.maxima
+        signals = replace(decided, maxima=tuple(others))
         seconds = slowest + time.perf_counter() - self._judged
         return StepResult(signals, valid, self._applied, seconds)
 

@@ -83,7 +83,7 @@ def build_mesh(*, tp: int, pp: int, device: torch.device, timeout: timedelta | N
     world_size, rank = dist.get_world_size(), dist.get_rank()
     dp = data_parallel_size(world_size, tp=tp, pp=pp)
     ours = coordinates(rank, tp=tp, dp=dp)
-    place = {coordinates(r, tp=tp, dp=dp): r for r in range(world_size)}
+    place: dict[tuple[int, ...], int] = {coordinates(r, tp=tp, dp=dp): r for r in range(world_size)}
     axes: list[Group] = []
     for axis, size in enumerate((pp, dp, tp)):
         # Every rank creates every group, in one order: torch.distributed requires it.
@@ -91,11 +91,9 @@ def build_mesh(*, tp: int, pp: int, device: torch.device, timeout: timedelta | N
         others = sorted({c[:axis] + c[axis + 1 :] for c in place})
         for rest in others:
             ranks = tuple(place[rest[:axis] + (i,) + rest[axis:]] for i in range(size))
-            if size == 1:
-                handle = None
-            else:
-                handle = dist.new_group(list(ranks), timeout=timeout)
+            handle = dist.new_group(list(ranks), timeout=timeout) if size > 1 else None
             if rest == ours[:axis] + ours[axis + 1 :]:
+                assert not isinstance(handle, int)
                 mine = Group(ranks=ranks, rank=ours[axis], handle=handle)
         axes.append(mine)
     world = Group(

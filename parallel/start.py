@@ -8,6 +8,8 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
+from parallel.mesh import Mesh
+
 
 def pick_device(wanted: Literal["auto", "cpu", "cuda"], local_rank: int) -> torch.device:
     """This process's device; auto: its GPU, or the CPU where there is none.
@@ -71,6 +73,21 @@ def adopt(local_rank: int) -> None:
     # Its shared-memory collective is compiled with g++ at first use; gloo does without.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist.get_backend(), dist_init_required=False, verbose=False)
+
+
+def connect(address: str, port: int) -> dist.TCPStore:
+    """A new connection to the store where the processes of the run have met."""
+    return dist.TCPStore(address, port, is_master=False)
+
+
+def wait_for_main(mesh: Mesh, key: str) -> None:
+    """Block until the main rank has come here, however long that takes: a group's timeout does not apply."""
+    if mesh.world.size == 1:
+        return
+    store = dist.distributed_c10d._get_default_store()
+    if mesh.is_main:
+        store.set(key, "done")
+    store.wait([key], timedelta(days=30))
 
 
 def stop() -> None:
