@@ -99,8 +99,11 @@ def _settle(files: Files, old: Path, new: Path) -> None:
 def write_part(
     files: Files, directory: Path, rank: int, state: Sequence[Part], *, block_bytes: int
 ) -> tuple[FileSum | None, list[Entry]]:
-    """This rank's share: one file of the stretches it owns, durable; (None, []) when it owns nothing."""
-    mine = [part for part in state if part.owner]
+    """This rank's share: one file of the stretches it owns, durable; (None, []) when it owns nothing.
+
+    The entries are in the order of the file.
+    """
+    mine = sorted((part for part in state if part.owner), key=lambda part: -part.tensor.element_size())
     if not mine:
         return None, []
     name = f"rank-{rank:05d}.safetensors"

@@ -77,9 +77,12 @@ def _digest_of_parts(parts: list[memoryview]) -> str:
 def write(
     files: Files, path: Path, tensors: Sequence[tuple[str, torch.Tensor]], *, block_bytes: int
 ) -> FileSum:
-    """A safetensors file of 1-d contiguous tensors, on the disk when this returns (its name is not)."""
-    # Wide elements first, so that each entry begins at a multiple of its width.
-    tensors = sorted(tensors, key=lambda pair: -pair[1].element_size())
+    """A safetensors file of 1-d contiguous tensors in this order, durable on return (its name is not).
+
+    Wide elements come first, so that each entry begins at a multiple of its width.
+    """
+    widths = [tensor.element_size() for _, tensor in tensors]
+    assert widths == sorted(widths, reverse=True), widths
     header, position = {"__metadata__": {"format": "pt"}}, 0
     for key, tensor in tensors:
         stop = position + tensor.numel() * tensor.element_size()
