@@ -115,8 +115,8 @@ class Manager:
         extra: plain JSON (schedule, monitor), non-finite numbers as strings. protect: steps that stay
         whatever the configuration says. On failure every rank raises and the checkpoint before stays.
         """
-        self.wait()
         start = time.perf_counter()
+        self.wait()
         snapshot = collect(engine, cursor, extra, self._slot)
         stay = list(protect)
         if self._slot:
