@@ -66,18 +66,12 @@ def _torchrun(environment: Mapping[str, str]) -> Placement:
     rank, size = number(environment, "RANK"), number(environment, "WORLD_SIZE")
     # Without LOCAL_RANK all processes are on one machine, as hand-written launchers have them.
     local_rank = number(environment, "LOCAL_RANK", rank)
-    local_size = number(
-        environment, "LOCAL_WORLD_SIZE", max(local_rank + 1, min(size, _local_guess(environment, size)))
-    )
+    # deepspeed gives the number of local processes under a name of its own.
+    local_size = number(environment, "LOCAL_WORLD_SIZE", number(environment, "LOCAL_SIZE", size))
     address, port = environment.get("MASTER_ADDR", LOOPBACK), number(environment, "MASTER_PORT", 0)
     if size > 1 and not port:
         raise ValueError("MASTER_PORT is not set although WORLD_SIZE is; set MASTER_ADDR and MASTER_PORT too")
     return Placement(rank, size, local_rank, local_size, address, port, "torchrun")
-
-
-def _local_guess(environment: Mapping[str, str], size: int) -> int:
-    """Local processes when the launcher does not say: deepspeed gives its own count under another name."""
-    return number(environment, "LOCAL_SIZE", size)
 
 
 def _is_slurm_task(environment: Mapping[str, str]) -> bool:

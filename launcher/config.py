@@ -20,6 +20,7 @@ from parallel.config import Parallel
 from parallel.mesh import data_parallel_size
 
 Format = Literal["text", "json"]
+PER_MACHINE = ("hardware", "data.cache", "data.workers", "run.log_level")
 FORMAT_HELP = "what the command prints at its end: text for people, or one JSON object"
 
 
@@ -192,7 +193,8 @@ def check_resume(saved: Mapping[str, Any], new: Config) -> list[Difference]:
     asked = [d for d in found if d.on_resume == "needs_override" and not allowed(d.path, new.resume_override)]
     if not refused and not asked:
         return found
-    lines = [f"this configuration does not continue the run in {new.run.dir}:"]
+    changed = ", ".join(d.path for d in [*refused, *asked])
+    lines = [f"this configuration does not continue the run in {new.run.dir}: {changed}"]
     lines += [
         f"  {d.path} was {d.old} and is {d.new}: it cannot change; use another run.name" for d in refused
     ]
@@ -200,6 +202,18 @@ def check_resume(saved: Mapping[str, Any], new: Config) -> list[Difference]:
     if asked and not refused:
         lines.append(f"to allow all of it: resume_override=[{','.join(d.path for d in asked)}]")
     raise ValueError("\n".join(lines))
+
+
+def check_same(tree: Config, first: Mapping[str, Any], *, rank: int) -> None:
+    """ValueError when this rank was started with another configuration than rank 0.
+
+    first: rank 0's settled configuration as plain values. What may differ from machine to machine is left out.
+    """
+    own = [d for d in differences(first, tree) if not allowed(d.path, PER_MACHINE)]
+    if own:
+        lines = [f"rank {rank} was started with another configuration than rank 0: {own[0].path}"]
+        lines += [f"  {d.path} is {d.old} on rank 0 and {d.new} on rank {rank}" for d in own]
+        raise ValueError("\n".join([*lines, "start all processes with the same command"]))
 
 
 def allowed(path: str, overrides: Sequence[str]) -> bool:

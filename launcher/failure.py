@@ -109,6 +109,11 @@ class FailureWatch:
         self._started = time.time()
         self._store: Store | None = None
 
+    @property
+    def store(self) -> Store | None:
+        """This process's connection to the store, inside the block; None when it is alone."""
+        return self._store
+
     def __enter__(self) -> "FailureWatch":
         if self.world_size > 1:
             self._store = self._connect()

@@ -8,7 +8,7 @@ import pytest
 
 from conf.schema import fields, plain
 from conf.typed import InvalidConfiguration, parse
-from launcher.config import Config, Prepare, check_resume, plan, run_directory
+from launcher.config import Config, Prepare, check_resume, check_same, plan, run_directory
 
 
 def problems(raw: dict[str, Any]) -> dict[str, str]:
@@ -190,6 +190,16 @@ def test_a_resume_never_changes_the_model() -> None:
     )
     with pytest.raises(ValueError, match=r"model.d_model was \d+ and is 64: it cannot change"):
         check_resume(plain(old), new)
+
+
+def test_all_ranks_must_be_started_alike() -> None:
+    first = settled(2).config
+    check_same(first, plain(first), rank=1)
+    machine = dataclasses.replace(first, hardware=dataclasses.replace(first.hardware, threads=3))
+    check_same(machine, plain(first), rank=1)
+    other = dataclasses.replace(first, run=dataclasses.replace(first.run, dir="elsewhere"))
+    with pytest.raises(ValueError, match=r"run\.dir is runs/run on rank 0 and elsewhere on rank 1"):
+        check_same(other, plain(first), rank=1)
 
 
 def test_more_processes_alone_do_not_stand_in_the_way_of_a_resume() -> None:
