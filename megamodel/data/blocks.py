@@ -1,6 +1,7 @@
 """Files cut into blocks of whole records: read once, in order, in memory that does not grow with the file."""
 
 import gzip
+import os
 import re
 import zlib
 from collections.abc import Iterator
@@ -17,6 +18,8 @@ from megamodel.data.sources import SourceFile
 BLOCK_BYTES = 1 << 20
 BLOCK_TOKENS = 1 << 20  # a stretch of ready tokens without EOS is cut after so many
 LINE_BYTES = 1 << 28  # a longer line is rejected: nothing may hold a whole file in memory
+_PICKLES = tuple(bytes((0x80, protocol)) for protocol in range(2, 6))
+_TORCH = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19"
 _BOM = b"\xef\xbb\xbf"
 _SCENE = re.compile(rb"^(?:#{1,2} [^\n]*\n+)*### ", re.MULTILINE)
 
@@ -196,10 +199,12 @@ def open_tokens(path: Path, dtype: str | None) -> tuple[np.ndarray, int]:
             raise ValueError(f"{path} must hold one row of whole numbers, not none or another shape or type")
         return tokens, int(tokens.offset)
     size, unit = path.stat().st_size, np.dtype(dtype).itemsize
-    with path.open("rb") as raw:
-        head = raw.read(4)
-    if head == b"PK\x03\x04" or (head[:1] == b"\x80" and head[1:2] in b"\x02\x03\x04\x05" and unit != 1):
-        raise ValueError(f"{path} is a zip or pickle file, not raw {dtype} numbers")
     if size == 0 or size % unit:
         raise ValueError(f"{path} has {size} bytes, which is no whole number of {dtype}; check data.dtype")
+    with path.open("rb") as raw:
+        head = raw.read(len(_TORCH))
+        raw.seek(-1, os.SEEK_END)
+        pickled = head[:2] in _PICKLES and raw.read(1) == b"."
+    if pickled or head == _TORCH or head.startswith(b"PK\x03\x04"):
+        raise ValueError(f"{path} is a zip or pickle file, not raw {dtype} numbers")
     return np.memmap(path, dtype=np.dtype(dtype).newbyteorder("<"), mode="r"), 0

@@ -307,7 +307,10 @@ def main() -> None:
     """Serve on the standard streams; what a library prints goes to standard error."""
     sink = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    _serve(sys.stdin.buffer, sink)
+    try:
+        _serve(sys.stdin.buffer, sink)
+    except BrokenPipeError:  # the process that asked has ended: nobody is left to tell
+        os._exit(1)
 
 
 if __name__ == "__main__":

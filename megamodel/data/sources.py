@@ -25,8 +25,9 @@ _PLAYS_SHA256 = "74bc22a4c7839dc2b26c1cc0f6c90be79b6b025ae2b22dc1c16bfe976cdebe9
 class SourceFile:
     """One file of a source, or one Hugging Face dataset.
 
-    path: absolute, or a dataset's name; compression: "", "gz" or "zst"; cut: where a text file ends a
-    document before its own end; state: changes when the content does; size_bytes: as stored, 0 if unknown.
+    path: absolute, or NAME or NAME:CONFIGURATION of a dataset; compression: "", "gz" or "zst"; cut: where a
+    text file ends a document before its own end; state: changes when the content does (not seen for a
+    dataset on a hub); size_bytes: as stored, 0 if unknown.
     """
 
     path: str
@@ -88,7 +89,8 @@ def _given(path: str, source: SourceConfig) -> list[SourceFile]:
             state = hashlib.sha256("\n".join(_stat(p) for p in inside).encode()).hexdigest()
             return [SourceFile(str(place), "dataset", state, sum(p.stat().st_size for p in inside))]
         known = _TEXT | _LINES | {".parquet", ".npy"} | ({".bin"} if source.dtype else set())
-        files = [p for p in _walk(place, {"__pycache__"}) if _suffix(p)[0] in known and p.is_file()]
+        inside = [p for p in _walk(place, {"__pycache__"}) if not p.name.startswith("README") and p.is_file()]
+        files = [p for p in inside if _suffix(p)[0] in known]
         if not files:
             raise ValueError(f"data.paths: {place} holds no file ending in {', '.join(sorted(known))}")
         return [_one(p, source) for p in files]
@@ -97,7 +99,7 @@ def _given(path: str, source: SourceConfig) -> list[SourceFile]:
     matches = sorted(glob.glob(str(place), recursive=True))
     if matches and glob.has_magic(path):
         return [file for match in matches for file in _given(match, source)]
-    if re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", path) and not _suffix(Path(path))[1]:
+    if re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?(:[\w.-]+)?", path) and not _suffix(Path(path))[1]:
         return [SourceFile(path, "dataset", f"name:{path}", 0)]
     raise ValueError(f"data.paths: no such file, directory or match: {path} (looked at {place})")
 

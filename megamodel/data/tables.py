@@ -48,7 +48,8 @@ def _open(file: SourceFile, source: SourceConfig) -> Any:
             if source.split not in table:
                 raise ValueError(f"no split {source.split!r}; set data.split to one of {sorted(table)}")
             return table[source.split]
-        return datasets.load_dataset(file.path, split=source.split, streaming=True)
+        name, _, configuration = file.path.partition(":")
+        return datasets.load_dataset(name, configuration or None, split=source.split, streaming=True)
     except Exception as error:  # the library and its file systems raise all kinds
         what = "is no file here and cannot be had as a dataset" if file.size_bytes == 0 else "cannot be read"
         raise ValueError(f"data.paths: {file.path} {what} ({type(error).__name__}: {error})") from error

@@ -228,6 +228,27 @@ def test_a_saved_dataset_is_read_by_split(tmp_path: Path) -> None:
         read(tmp_path / "two", split="valid")
 
 
+def test_a_dataset_is_asked_for_by_name_configuration_and_split(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+
+    asked = []
+
+    def answer(*names: str | None, **settings: object) -> object:
+        asked.append((names, settings))
+        return datasets.Dataset.from_dict({"text": ["far away"]}).to_iterable_dataset()
+
+    monkeypatch.setattr(datasets, "load_dataset", answer)
+    for name in ("owner/name", "owner/name:part-10"):
+        source = SourceConfig(kind="files", paths=[name], split="valid", weight=1.0)
+        (file,) = discover(source, tmp_path)
+        (block,) = blocks(file, source, eos_id=None)
+        assert (block.payload, block.byte_start) == (b"far away", None)
+    settings = {"split": "valid", "streaming": True}
+    assert asked == [(("owner/name", None), settings), (("owner/name", "part-10"), settings)]
+
+
 @pytest.mark.parametrize("form", ["npy", "bin"])
 def test_ready_tokens_are_cut_at_their_end_of_document(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str

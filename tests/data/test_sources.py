@@ -67,6 +67,7 @@ def test_directories_patterns_and_files_in_a_fixed_order(tmp_path: Path) -> None
         "f.png",
         ".g.txt",
         "h.bin",
+        "README.md",
     ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(b"x")
@@ -137,10 +138,17 @@ def test_token_files_that_would_run_code_or_hold_something_else_are_refused(tmp_
             open_tokens(npy, None)
     packed = io.BytesIO()
     np.savez(packed, x=np.zeros(1))
-    for content in (packed.getvalue(), b"\x80\x04\x95\x00"):
-        (tmp_path / "a.bin").write_bytes(content + b"\0" * (len(content) % 2))
+    torch_head = bytes.fromhex("80028a0a6cfc9c46f9206aa85019")
+    for content in (
+        packed.getvalue() + b"\0" * (len(packed.getvalue()) % 2),
+        b"\x80\x04N.",
+        torch_head + b"ab",
+    ):
+        (tmp_path / "a.bin").write_bytes(content)
         with pytest.raises(ValueError, match="is a zip or pickle file"):
             open_tokens(tmp_path / "a.bin", "uint16")
+    (tmp_path / "a.bin").write_bytes(b"\x80\x02\x05\x00")  # plain tokens 640 and 5
+    assert open_tokens(tmp_path / "a.bin", "uint16")[0].tolist() == [640, 5]
     (tmp_path / "a.bin").write_bytes(b"abc")
     with pytest.raises(ValueError, match="has 3 bytes, which is no whole number of uint16"):
         open_tokens(tmp_path / "a.bin", "uint16")
