@@ -4,12 +4,15 @@ One pool serves a whole test run: starting processes and importing DeepSpeed cos
 """
 
 import contextlib
+import io
 import multiprocessing
 import os
 import queue
+import socket
 import tempfile
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -33,11 +36,16 @@ def _worker(rank: int, tasks: Any, results: Any) -> None:
             results.put((number, rank, False, traceback.format_exc()))
 
 
-def _run(rank: int, world_size: int, store: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+def _run(rank: int, world_size: int, store: str, function: Any, args: tuple[Any, ...]) -> Any:
     import torch.distributed as dist
 
     from parallel import start
 
+    if isinstance(function, _Bare):
+        try:
+            return function.function(rank, *args)
+        finally:
+            start.stop()
     dist.init_process_group(
         "gloo",
         init_method=f"file://{store}",
@@ -50,6 +58,41 @@ def _run(rank: int, world_size: int, store: str, function: Callable[..., Any], a
         return function(*args)
     finally:
         start.stop()
+
+
+@dataclass(frozen=True)
+class Finished:
+    """How a command ended on one rank."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+
+@dataclass(frozen=True)
+class _Bare:
+    """A function that starts its own process group; it gets its rank first."""
+
+    function: Callable[..., Any]
+
+
+def _command(rank: int, arguments: list[str], directory: str, port: int, world_size: int) -> Finished:
+    from launcher.__main__ import main
+
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)} if world_size > 1 else {}
+    for name, value in (("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", world_size)):
+        if world_size > 1:
+            variables[name] = str(value)
+    out, err = io.StringIO(), io.StringIO()
+    before = {name: os.environ.pop(name, None) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+    os.environ.update(variables)
+    os.chdir(directory)
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main(arguments)
+    for name in variables:
+        os.environ.pop(name)
+    os.environ.update({name: value for name, value in before.items() if value is not None})
+    return Finished(code, out.getvalue(), err.getvalue())
 
 
 class Ranks:
@@ -75,7 +118,7 @@ class Ranks:
             for process in self._processes:
                 process.start()
 
-    def run(self, world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    def run(self, world_size: int, function: Any, *args: Any) -> list[Any]:
         """function(*args) on ranks 0 .. world_size - 1 in a process group of their own; results by rank.
 
         A rank's exception is raised here, and the processes, which may hang, are replaced.
@@ -103,6 +146,13 @@ class Ranks:
                 "\n".join(f"rank {rank} of {world_size}:\n{errors[rank]}" for rank in sorted(errors))
             )
         return [results[rank] for rank in range(world_size)]
+
+    def launch(self, world_size: int, arguments: list[str], directory: Path) -> list["Finished"]:
+        """The command line on so many ranks, as torchrun would start it, in a working directory."""
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        return self.run(world_size, _Bare(_command), arguments, str(directory), port, world_size)
 
     def _kill(self) -> None:
         for process in self._processes:
