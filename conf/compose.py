@@ -44,6 +44,12 @@ QUIET = (
 )
 
 
+def quiet(overrides: Sequence[str]) -> list[str]:
+    """QUIET, but for what the user wants otherwise."""
+    given = {override.partition("=")[0].lstrip("+~") for override in overrides}
+    return [setting for setting in QUIET if setting.partition("=")[0] not in given]
+
+
 @dataclass
 class Layers:
     """What was laid over what, kept for messages. origins: dotted path -> file that gave it last."""
@@ -192,7 +198,7 @@ class Composer:
 
     def compose(self, overrides: Sequence[str]) -> DictConfig:
         """Raw layered values with Hydra's own node; interpolations are not resolved."""
-        raw = self.loader.load_configuration(self.config_name, [*QUIET, *overrides], RunMode.RUN)
+        raw = self.loader.load_configuration(self.config_name, [*quiet(overrides), *overrides], RunMode.RUN)
         HydraConfig.instance().set_config(raw)
         return raw
 
@@ -224,7 +230,7 @@ class Composer:
     def multirun(self, overrides: Sequence[str], task: Any) -> list[Any]:
         """`task(raw)` for every combination of a sweep, in order, through Hydra's sweeper; the results."""
         batches = self.hydra.multirun(
-            self.config_name, task, [*QUIET, *overrides], with_log_configuration=False
+            self.config_name, task, [*quiet(overrides), *overrides], with_log_configuration=False
         )
         return [job.return_value for batch in batches for job in batch]
 

@@ -77,9 +77,8 @@ def run(name: str, arguments: Sequence[str], environment: Mapping[str, str]) -> 
             raise
         raise ValueError(composition_error(error)) from error
     if options.cfg:
-        print(
-            composer.shown(raw, options.cfg) if not options.resolve else composer.resolved_yaml(tree), end=""
-        )
+        text = composer.resolved_yaml(tree) if options.resolve else composer.shown(raw, options.cfg)
+        print(text if place.rank == 0 else "", end="")
         return DONE
     return execute(command, tree, place, environment)
 

@@ -207,7 +207,7 @@ def check_resume(saved: Mapping[str, Any], new: Config) -> list[Difference]:
 def check_same(tree: Config, first: Mapping[str, Any], *, rank: int) -> None:
     """ValueError when this rank was started with another configuration than rank 0.
 
-    first: rank 0's settled configuration as plain values. What may differ from machine to machine is left out.
+    first: rank 0's settled configuration as plain values. What differs by machine is left out.
     """
     own = [d for d in differences(first, tree) if not allowed(d.path, PER_MACHINE)]
     if own:

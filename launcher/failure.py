@@ -4,6 +4,7 @@ torchrun and deepspeed end the other processes themselves; `FailureWatch` does i
 hand, also when a process hangs in a collective.
 """
 
+import contextlib
 import json
 import logging
 import os
@@ -19,6 +20,7 @@ from typing import Any, Protocol
 
 from launcher.log import log_traceback
 from launcher.rundirectory import RunDirectory
+from parallel.errors import OtherRankFailed
 
 DONE, FAILED, WRONG_INPUT = 0, 1, 2
 KEY = "megamodel/first-error"
@@ -56,7 +58,7 @@ def report_of(error: BaseException, *, rank: int, begun: bool) -> Report:
     return Report(
         rank=rank,
         type=type(error).__name__,
-        message=str(error),
+        message="interrupted" if isinstance(error, KeyboardInterrupt) else str(error),
         code=code,
         traceback="".join(traceback.format_exception(error)),
         time=time.time(),
@@ -127,7 +129,8 @@ class FailureWatch:
         self._over.set()
         if error is None or isinstance(error, SystemExit | GeneratorExit):
             return
-        first = self._agree(report_of(error, rank=self.rank, begun=self.directory.begun))
+        report = report_of(error, rank=self.rank, begun=self.directory.begun)
+        first = self._agree(report, follows=isinstance(error, OtherRankFailed))
         if first.rank == self.rank:
             self.directory.record_error(asdict(first), since=self._started)
         log_traceback(error)
@@ -135,11 +138,13 @@ class FailureWatch:
             self._wait_until_seen(self._store, first)
         raise RankFailure(first) from error
 
-    def _agree(self, mine: Report) -> Report:
-        """The first error of all ranks: mine, unless another was quicker."""
+    def _agree(self, mine: Report, *, follows: bool) -> Report:
+        """The first error of all ranks: mine, unless another was quicker. follows: mine only tells of it."""
         if self._store is None:
             return mine
         try:
+            if follows:
+                self._wait_for(self._store, [self._key])
             found = self._store.compare_set(self._key, "", json.dumps(asdict(mine)))
             self._store.set(f"{self._seen}/{self.rank}", "")
             return Report(**json.loads(found))
@@ -151,14 +156,14 @@ class FailureWatch:
         both stay until all have read the error, or for the grace time."""
         if self.rank not in (0, first.rank):
             return
+        with contextlib.suppress(Exception):  # the store is gone, and with it the process that held it
+            self._wait_for(store, [f"{self._seen}/{rank}" for rank in range(self.world_size)])
+
+    def _wait_for(self, store: Store, keys: list[str]) -> None:
+        """Until all the keys are there, or the grace time is over."""
         deadline, pause = time.monotonic() + self._grace, threading.Event()
-        try:
-            while time.monotonic() < deadline:
-                if store.check([f"{self._seen}/{rank}" for rank in range(self.world_size)]):
-                    return
-                pause.wait(0.05)
-        except Exception:  # the store is gone, and with it the process that held it
-            return
+        while not store.check(keys) and time.monotonic() < deadline:
+            pause.wait(0.05)
 
     def _watch(self, store: Store) -> None:
         while not self._over.wait(self._interval):
@@ -200,9 +205,7 @@ def guarded(
         return work()
     except RankFailure as failure:
         report = failure.report
-    except KeyboardInterrupt:
-        report = Report(rank, "KeyboardInterrupt", "interrupted", FAILED, "", time.time())
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:
         begun = directory is not None and directory.begun
         report = report_of(error, rank=rank, begun=begun)
         log_traceback(error)
@@ -230,3 +233,6 @@ def say(report: Report) -> None:
     sys.stdout.flush()
     sys.stderr.write(report.text() + "\n")
     sys.stderr.flush()
+    if sys.__stdout__ is not None and sys.__stdout__.isatty():
+        sys.__stdout__.write("\x1b[?25h")  # a live progress line hides the cursor
+        sys.__stdout__.flush()

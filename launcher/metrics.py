@@ -38,11 +38,6 @@ def encoded(value: Any) -> Any:
     return number
 
 
-def decoded(value: Any) -> float:
-    """The number behind a value of a record."""
-    return float(value)  # float reads NaN, Infinity and -Infinity
-
-
 def repair(path: Path) -> dict[str, Any] | None:
     """Cut off what a killed process left unfinished at the end; the last whole record, or None.
 

@@ -132,7 +132,8 @@ class RunDirectory:
         except FileExistsError:
             return False
         if self.begun:
-            self.set_status("failed", reason=report["message"], step=self.step)
+            state = "stopped" if report["type"] == "KeyboardInterrupt" else "failed"
+            self.set_status(state, reason=report["message"], step=self.step)
         return True
 
 

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from parallel.errors import OtherRankFailed
 from parallel.mesh import Group
 
 
@@ -107,7 +108,7 @@ def exchange_over(group: Group, *, timeout: timedelta | None = None) -> Exchange
 
 
 def together(exchange: Exchange, action: Callable[[], Any]) -> Any:
-    """Do something on every rank; where it fails on any, the others raise RuntimeError with its message.
+    """Do something on every rank; where it fails on any, the others raise OtherRankFailed with its message.
 
     Without it the ranks that did not fail would wait for ever at the next collective. Returns this rank's
     result.
@@ -122,5 +123,5 @@ def together(exchange: Exchange, action: Callable[[], Any]) -> Any:
         raise failure
     for rank, message in enumerate(told):
         if message is not None:
-            raise RuntimeError(f"rank {rank} failed: {message}")
+            raise OtherRankFailed(f"rank {rank} failed: {message}")
     return result

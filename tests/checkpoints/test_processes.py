@@ -82,7 +82,7 @@ def test_messages(ranks: Ranks) -> None:
     assert second["gather"] == []
     assert first["share"] == second["share"] == {"from": 0, "x": [1.5, None]}
     assert second["failure"].startswith("ZeroDivisionError")
-    assert first["failure"].startswith("RuntimeError: rank 1 failed: ZeroDivisionError")
+    assert first["failure"].startswith("OtherRankFailed: rank 1 failed: ZeroDivisionError")
     assert (first["fine"], second["fine"]) == (0, 1)
 
 

@@ -43,6 +43,12 @@ def test_sections_in_lists_and_dictionaries() -> None:
     assert tree.stages == [Source(path="y")]
 
 
+@pytest.mark.parametrize("value", [1e9, 1000000000, "1000000000"])
+def test_a_whole_number_in_every_spelling(value: Any) -> None:
+    width = parse(Root, {"model": {"width": value}}).model.width
+    assert width == 1000000000 and isinstance(width, int)
+
+
 def test_a_number_may_be_a_name() -> None:
     assert parse(Root, {"name": 7}).name == "7"
 

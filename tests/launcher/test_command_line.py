@@ -88,6 +88,10 @@ def test_the_exit_code_is_that_of_the_command(calls: list[Any]) -> None:
             "error on rank 0: nothing.yaml cannot be read: No such file or directory",
         ),
         (["train", "data=files"], "error on rank 0: data.paths must be given"),
+        (["train", "--config-dir", "nowhere"], "error on rank 0: --config-dir nowhere is no directory"),
+        (["train", "--config-name", "nothing"], "error on rank 0: Cannot find primary config 'nothing'"),
+        (["train", "run.name=${oc.env:NOT_SET}"], "error on rank 0: "),
+        (["train", "optim=[1]"], "error on rank 0: "),
     ],
 )
 def test_wrong_input_is_code_2_and_one_line(
@@ -227,6 +231,13 @@ def test_a_sweep_gives_every_run_its_directory(calls: list[Any]) -> None:
         (0.0001, "wsd", "tiny-stdlib-3"),
     ]
     assert [path.name for path in Path.cwd().iterdir()] == ["runs"]
+
+
+def test_hydras_own_settings_may_be_changed(calls: list[Any]) -> None:
+    arguments = [*SMALL, "-m", "optim.lr=1,2", "hydra.sweep.dir=sweeps", "hydra/job_logging=disabled"]
+    assert command_line.main(arguments) == 0
+    assert len(calls) == 2
+    assert [path.name for path in Path.cwd().iterdir()] == ["sweeps"]
 
 
 def test_a_sweep_with_one_wrong_member_runs_nothing(

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from launcher.config import Config
 from launcher.failure import FailureWatch, RankFailure, Report, guarded, report_of, write_error_file
 from launcher.rundirectory import RunDirectory
+from parallel.errors import OtherRankFailed
 
 
 def raising(error: BaseException) -> Any:
@@ -120,6 +121,25 @@ def test_an_error_that_follows_from_another_is_not_the_first(tmp_path: Path) -> 
         raise ConnectionError("peer closed")
     assert caught.value.report.line() == "error on rank 1: RuntimeError: boom"
     assert json.loads(directory.error_file.read_text())["message"] == "boom"
+
+
+def test_an_error_that_tells_of_another_rank_waits_for_that_ranks_own(tmp_path: Path) -> None:
+    master, directory = store(0, master=True), RunDirectory(tmp_path)
+    caught: list[RankFailure] = []
+
+    def follow() -> None:
+        try:
+            with watch(master, 0, directory, interval_seconds=60.0):
+                raise OtherRankFailed("rank 1 failed: RuntimeError: boom")
+        except RankFailure as failure:
+            caught.append(failure)
+
+    following = threading.Thread(target=follow)
+    following.start()
+    with pytest.raises(RankFailure), watch(master, 1, directory, interval_seconds=60.0):
+        raise RuntimeError("boom")
+    following.join(20)
+    assert [failure.report.line() for failure in caught] == ["error on rank 1: RuntimeError: boom"]
 
 
 def test_guarded_says_the_first_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

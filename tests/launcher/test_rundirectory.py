@@ -71,6 +71,13 @@ def test_the_first_error_stays(tmp_path: Path) -> None:
     assert directory.status() == {"state": "failed", "reason": "bad", "step": 12}
 
 
+def test_an_interrupted_run_has_stopped(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    directory.begin(Config(), rank=0, step=3)
+    assert directory.record_error({**ERROR, "type": "KeyboardInterrupt", "message": "interrupted"}, since=0.0)
+    assert directory.status() == {"state": "stopped", "reason": "interrupted", "step": 3}
+
+
 def test_an_error_of_an_earlier_start_gives_way(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path)
     directory.error_file.write_text("{}")
