@@ -134,7 +134,7 @@ def data_problems(tree: Config) -> Iterator[Problem]:
 class Plan:
     """A run's numbers, all settled: what only the number of processes and the device decide."""
 
-    config: Config  # run.dir, train.steps, global_batch, micro_batch and precision filled in; it is saved
+    config: Config  # train.steps, global_batch, micro_batch and precision filled in; it is saved
     directory: Path
     data_size: int
     steps: int
@@ -156,7 +156,6 @@ def plan(tree: Config, *, world_size: int, cuda: bool) -> Plan:
     directory = run_directory(tree)
     settled = dataclasses.replace(
         tree,
-        run=dataclasses.replace(tree.run, dir=str(directory)),
         train=dataclasses.replace(
             tree.train,
             steps=None if tree.train.tokens is not None else steps,
@@ -194,7 +193,7 @@ def check_resume(saved: Mapping[str, Any], new: Config) -> list[Difference]:
     if not refused and not asked:
         return found
     changed = ", ".join(d.path for d in [*refused, *asked])
-    lines = [f"this configuration does not continue the run in {new.run.dir}: {changed}"]
+    lines = [f"this configuration does not continue the run in {run_directory(new)}: {changed}"]
     lines += [
         f"  {d.path} was {d.old} and is {d.new}: it cannot change; use another run.name" for d in refused
     ]
