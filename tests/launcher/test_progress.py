@@ -120,7 +120,7 @@ def test_garbage_is_collected_at_multiples_only() -> None:
         return id(node)
 
     def alive() -> int:
-        return sum(isinstance(thing, Node) for thing in gc.get_objects())
+        return sum(type(thing) is Node for thing in gc.get_objects())
 
     assert gc.isenabled()
     with GarbageCollection(3) as garbage:
