@@ -15,7 +15,7 @@ import torch
 from checkpoints.manager import About, Manager, Restored, holds_run
 from conf.schema import plain
 from launcher.cluster import Placement, placement
-from launcher.config import Config, Plan, Prepare, allowed, check_resume, plan
+from launcher.config import Config, Plan, Prepare, allowed, check_resume, check_same, plan
 from launcher.failure import DONE, FailureWatch
 from launcher.hardware import peak_flops
 from launcher.log import logging_to
@@ -36,7 +36,7 @@ from megamodel.loss import Loss
 from megamodel.model import layers
 from megamodel.optim import adamw
 from parallel.engine import Engine
-from parallel.exchange import Exchange, exchange_over
+from parallel.exchange import Exchange, exchange_over, together
 from parallel.mesh import Mesh, build_mesh
 from parallel.start import connect, pick_device, start, stop, wait_for_main
 from parallel.tensor import TensorParallel, VocabularyShard
@@ -123,6 +123,8 @@ def _train(settled: Plan, mesh: Mesh, directory: RunDirectory) -> None:
     """Assemble, restore, train, and tell how it went."""
     config = settled.config
     exchange = exchange_over(mesh.world)
+    first = exchange.share(plain(config))
+    together(exchange, lambda: check_same(config, first, rank=mesh.world.rank))
     prepared = _prepared(config, mesh, exchange)
     loader, held_out = _data(settled, prepared)
     engine = build_engine(settled, mesh)
