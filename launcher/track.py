@@ -1,0 +1,233 @@
+"""One signal followed step by step: lone outliers, lasting jumps, small lasting rises, slow drift.
+
+A pure fold: `follow(track, step, value, limits)` gives a Reading with the next Track, and changes nothing.
+Deviations are counted in spreads of the baseline; what lasts must also be of a size that matters (Limits), so
+that a very quiet signal does not alarm about nothing.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from launcher.baseline import LAG, WINDOW, Baseline, baseline, median
+
+LEAST = 4  # accepted values before there is a baseline
+YOUNG = 64  # with fewer accepted values only what stands far above all recent ones counts
+REFIT_EVERY = 8  # accepted values between two baselines
+BLOCK, BLOCKS = 32, 128  # values of one entry of the long memory, and entries
+
+LEAST_OUTLIER = 5.0  # spreads, for noise so wide that Limits.outlier is beyond Limits.lone
+LOWEST = -3.0  # deviations below count no further
+MOST_GAIN = 2.0  # of one value to a sum, so that no few values make an alarm
+SHORTEST = 5  # values of a lasting jump
+HELD = 64  # values since the sum left zero that are kept
+BEFORE = 24  # values before the onset that a jump is measured against
+WARN_SUM = 15.0
+WARN_ALLOWANCE = 0.5  # below the alarm's: a slower sum that hears smaller rises
+DRIFT_WARN_SPREADS, DRIFT_SPREADS = 1.0, 1.3  # a drift must also exceed so many spreads
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What counts, in the signal's unit or in spreads.
+
+    Sizes: rise of a lasting jump; small, of a lasting rise to warn of; drift, of a slow one; lone, of one
+    outlier where the noise is wide. In spreads: outlier, of a single value above the level; alarm, the sum of
+    deviations beyond the allowance, reached by chance about every exp(1.6 x alarm) steps.
+    """
+
+    rise: float
+    small: float
+    drift: float
+    lone: float
+    outlier: float
+    alarm: float
+
+
+@dataclass(frozen=True)
+class Rise:
+    """Something that lasts: the step where it began and by how much the signal rose."""
+
+    onset: int
+    size: float
+
+
+@dataclass(frozen=True)
+class Track:
+    """What is remembered of a signal: plain numbers, at most some 600 of them.
+
+    values: the last accepted ones; total: the sum of deviations, and doubted the part of it that refused
+    values gave, which the next ordinary value takes back; pending: (step, value, 1 if accepted) since total
+    left zero; slow: the sum that warns, above zero since step slow_since; blocks: (step, median) of 32.
+    """
+
+    values: tuple[float, ...] = ()
+    accepted: int = 0
+    fit: Baseline | None = None
+    total: float = 0.0
+    doubted: float = 0.0
+    pending: tuple[tuple[int, float, int], ...] = ()
+    slow: float = 0.0
+    slow_since: int = 0
+    blocks: tuple[tuple[int, float], ...] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        plain = dataclasses.asdict(self)
+        return plain | {
+            "values": list(self.values),
+            "pending": [list(entry) for entry in self.pending],
+            "blocks": [list(entry) for entry in self.blocks],
+        }
+
+    @staticmethod
+    def from_json(plain: Mapping[str, Any]) -> "Track":
+        given = dict(plain)
+        given["values"] = tuple(plain["values"])
+        given["pending"] = tuple(tuple(entry) for entry in plain["pending"])
+        given["blocks"] = tuple(tuple(entry) for entry in plain["blocks"])
+        given["fit"] = None if plain["fit"] is None else Baseline(**plain["fit"])
+        return Track(**given)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What one value says: how many spreads above the level, and what lasts; None without."""
+
+    track: Track
+    deviation: float | None = None
+    jump: Rise | None = None
+    slow: Rise | None = None
+    drift: Rise | None = None
+
+
+def is_outlier(track: Track, value: float, limits: Limits) -> bool:
+    """Whether a single value stands too far above the level to be accepted."""
+    fit = track.fit
+    if fit is None:
+        return len(track.values) >= LEAST - 1 and value > max(track.values) + limits.lone
+    wide = max(LEAST_OUTLIER * fit.spread, limits.lone)
+    bound = fit.level + max(min(limits.outlier * fit.spread, wide), limits.rise)
+    if track.accepted < YOUNG:
+        bound = max(bound, max(track.values[-16:]) + limits.lone)
+    return value > bound
+
+
+def follow(track: Track, step: int, value: float, limits: Limits, *, refused: bool = False) -> Reading:
+    """Judge one finite value; the track of the Reading has taken it in, unless it is refused (an outlier)."""
+    fit = track.fit
+    if fit is None:
+        return Reading(track if refused else accepted(track, step, value))
+    deviation = (value - fit.level) / fit.spread
+    track = summed(track, fit, limits, step, value, deviation, refused)
+    jump = lasting_jump(track, fit, limits) if track.total >= limits.alarm else None
+    if refused:
+        return Reading(track, deviation, jump)
+    track = accepted(track, step, value)
+    return Reading(
+        track,
+        deviation,
+        jump,
+        small_rise(track, fit, limits) if track.slow >= WARN_SUM else None,
+        slow_drift(track, fit, limits) if track.accepted % REFIT_EVERY == 0 else None,
+    )
+
+
+def summed(
+    track: Track, fit: Baseline, limits: Limits, step: int, value: float, deviation: float, refused: bool
+) -> Track:
+    """Both sums of deviations with one more value; never below zero, and not so high that they stick."""
+    deviation = max(deviation, LOWEST)
+    gain = min(deviation - max(fit.allowance, 0.4 * limits.rise / fit.spread), MOST_GAIN)
+    total, doubted = track.total, track.doubted
+    if refused:
+        doubted += gain
+    elif gain < 0:
+        total, doubted = max(0.0, total - doubted), 0.0
+    total = min(max(0.0, total + gain), 2 * limits.alarm)
+    entry = (step, value, 0 if refused else 1)
+    pending = (*track.pending, entry)[-HELD:] if total > 0 else ()
+    slow, since = track.slow, track.slow_since
+    if not refused:
+        since = step if slow == 0 else since
+        give = max(fit.allowance - WARN_ALLOWANCE, 0.25 * limits.rise / fit.spread)
+        slow = min(max(0.0, slow + min(deviation - give, MOST_GAIN)), 2 * WARN_SUM)
+    return dataclasses.replace(
+        track, total=total, doubted=doubted, pending=pending, slow=slow, slow_since=since
+    )
+
+
+def accepted(track: Track, step: int, value: float) -> Track:
+    """The track with a value in its window, its baseline and its long memory."""
+    values = (*track.values, value)[-WINDOW:]
+    count, fit, blocks = track.accepted + 1, track.fit, track.blocks
+    if count >= LEAST and (count % REFIT_EVERY == 0 or count < YOUNG):
+        fit = baseline(values)
+    if count % BLOCK == 0:
+        blocks = (*blocks, (step, median(np.asarray(values[-BLOCK:]))))[-BLOCKS:]
+    return dataclasses.replace(track, values=values, accepted=count, fit=fit, blocks=blocks)
+
+
+def lasting_jump(track: Track, fit: Baseline, limits: Limits) -> Rise | None:
+    """The jump that the sum has found, when it is long and large enough.
+
+    Its size compares the values since the onset, refused ones included, with the accepted ones just before.
+    """
+    start = change_point([value for _, value, _ in track.pending], fit)
+    since = track.pending[start:]
+    if len(since) < SHORTEST:
+        return None
+    end = len(track.values) - sum(taken for _, _, taken in since[:-1])  # the newest is not in the window yet
+    before = track.values[max(0, end - BEFORE) : end] or track.values[:1]
+    size = median(np.asarray([value for _, value, _ in since])) - median(np.asarray(before))
+    least = limits.rise if track.accepted >= YOUNG else 3 * limits.rise
+    return Rise(since[0][0], size) if size >= 0.9 * least else None
+
+
+def change_point(values: Sequence[float], fit: Baseline) -> int:
+    """Where a rise to the median of the newest values began: the maximum likelihood of a shift."""
+    shift = max((median(np.asarray(values[-9:])) - fit.level) / fit.spread, 1.0)
+    best, best_at, total = -math.inf, 0, 0.0
+    for index in range(len(values) - 1, -1, -1):
+        deviation = (values[index] - fit.level) / fit.spread
+        total += min(max(deviation, LOWEST), shift + MOST_GAIN) - shift / 2
+        if total > best:
+            best, best_at = total, index
+    return best_at
+
+
+def small_rise(track: Track, fit: Baseline, limits: Limits) -> Rise | None:
+    size = median(np.asarray(track.values[-LAG:])) - fit.level
+    return Rise(track.slow_since, size) if size >= limits.small else None
+
+
+def slow_drift(track: Track, fit: Baseline, limits: Limits) -> Rise | None:
+    """The level now against the lowest of the long memory, from half of a whole drift on."""
+    if len(track.blocks) < 4:
+        return None
+    levels = np.asarray([level for _, level in track.blocks])
+    smooth = np.convolve(levels, np.full(4, 0.25), mode="valid")
+    lowest = int(smooth.argmin())
+    size = median(np.asarray(track.values[-2 * BLOCK :])) - float(smooth[lowest])
+    if size < max(0.5 * limits.drift, DRIFT_WARN_SPREADS * fit.spread):
+        return None
+    # A block ends at its step: what follows the last low block belongs to the rise.
+    low = [i for i in range(lowest, len(levels)) if levels[i] <= smooth[lowest] + 0.2 * size]
+    return Rise(track.blocks[low[-1] if low else lowest][0] + 1, size)
+
+
+def drift_size(fit: Baseline, limits: Limits) -> float:
+    return max(limits.drift, DRIFT_SPREADS * fit.spread)
+
+
+def restarted(track: Track, onset: int | None, keep: int = LAG) -> Track:
+    """A track of the newest values alone: those pending since the onset, refused ones included, or `keep`."""
+    entries = [(step, value) for step, value, _ in track.pending if onset is not None and step >= onset]
+    entries = entries or [(0, value) for value in track.values[-keep:]]
+    fresh = Track()
+    for step, value in entries:
+        fresh = accepted(fresh, step, value)
+    return fresh
