@@ -13,7 +13,7 @@ from checkpoints import manifest as manifests
 from checkpoints.choose import Choices, Rewind
 from checkpoints.config import Checkpoint
 from checkpoints.files import Files, LocalFiles
-from checkpoints.keeping import kept
+from checkpoints.keeping import held_out_loss, kept
 from checkpoints.manifest import BLOCK_BYTES, Entry, FileSum, Manifest
 from checkpoints.objects import place
 from checkpoints.reading import Reading
@@ -94,9 +94,6 @@ def _silent(message: str) -> None:
 
 def _unannounced(rewound: Rewound) -> None:
     pass
-
-
-HELD_OUT_LOSS = "held_out_loss"  # in `extra`: the loss that `keep_best` compares, where it was taken
 
 
 class Manager:
@@ -381,12 +378,6 @@ class Manager:
             raise ValueError(f"there is no snapshot and no checkpoint of at most {to} steps to go back to")
         self._ring.forget_after(to)
         return Rewound(found.manifest.cursor, found.manifest.extra, str(found.path))
-
-
-def held_out_loss(extra: dict[str, Any]) -> float | None:
-    """The held-out loss that a checkpoint was saved with, if it is a number."""
-    value = extra.get(HELD_OUT_LOSS)
-    return float(value) if isinstance(value, int | float) else None
 
 
 def _refuse_unknown(found: Found, names: set[tuple[str, str]]) -> None:

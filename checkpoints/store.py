@@ -54,6 +54,12 @@ def step_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
+def step_of(name: str) -> int | None:
+    """The step that the name of a directory stands for, whatever state the name tells of."""
+    match = _STEP.fullmatch(name)
+    return int(match[1]) if match else None
+
+
 def steps(files: Files, root: Path) -> list[int]:
     """Steps that have a directory under their own name, ascending; not looked into."""
     matches = [_STEP.fullmatch(name) for name in files.names(root)]
@@ -253,35 +259,24 @@ def check_heads(files: Files, found: Found, share: int, shares: int) -> None:
     fault = None if share else fault_of_pieces(found.manifest.pieces)
     if fault:
         raise Damaged(f"{found.path / manifests.NAME} is damaged: {fault}")
-    reading = readers(files, found)
-    by_file: dict[str, list[Entry]] = {}
-    for entry in found.manifest.pieces:
-        by_file.setdefault(entry.file, []).append(entry)
+    reading, entries = readers(files, found), by_file(found)
     for name in sorted(reading)[share::shares]:
         reading[name].check_size()
-        places = reading[name].places()
-        for entry in by_file.get(name, []):
-            place = places.get(entry.key)
-            width = manifests.ITEM_BYTES[entry.dtype]
-            if place is None or place.dtype != entry.dtype or place.stop - place.start != entry.count * width:
-                raise Damaged(f"{found.path / name} does not hold {entry.key} as the manifest says")
+        check_file(found.path / name, reading[name], entries.get(name, []))
 
 
-def verify(files: Files, path: Path) -> list[str]:
-    """Read a whole checkpoint; what is wrong with it, one line each, empty when it is sound."""
-    try:
-        content, checksum = manifests.read(files, path)
-    except Damaged as error:
-        return [str(error)]
-    fault = fault_of_pieces(content.pieces)
-    if fault:
-        return [f"{path / manifests.NAME} is damaged: {fault}"]
-    found, faults = Found(path, content, checksum), []
-    reading = readers(files, found)
-    for share, name in enumerate(sorted(reading)):
-        try:
-            reading[name].check_all()
-            check_heads(files, found, share, len(reading))
-        except Damaged as error:
-            faults.append(str(error))
-    return faults
+def by_file(found: Found) -> dict[str, list[Entry]]:
+    """The entries of each file, in the order of the manifest, which is theirs in the file."""
+    entries: dict[str, list[Entry]] = {}
+    for entry in found.manifest.pieces:
+        entries.setdefault(entry.file, []).append(entry)
+    return entries
+
+
+def check_file(path: Path, reader: tensorfile.Reader, entries: Iterable[Entry]) -> None:
+    """Damaged when the header of a file does not say what the manifest says of it."""
+    places = reader.places()
+    for entry in entries:
+        place, width = places.get(entry.key), manifests.ITEM_BYTES[entry.dtype]
+        if place is None or place.dtype != entry.dtype or place.stop - place.start != entry.count * width:
+            raise Damaged(f"{path} does not hold {entry.key} as the manifest says")

@@ -49,5 +49,37 @@ COMMANDS: dict[str, Command] = {
             function="launcher.run:prepare",
             has_run=False,
         ),
+        Command(
+            name="checkpoints",
+            summary="list checkpoints: step, size, layout, age, health",
+            config_name="bare",
+            root="launcher.checkpoint_commands:ListCheckpoints",
+            function="launcher.checkpoint_commands:list_checkpoints",
+            has_run=False,
+        ),
+        Command(
+            name="verify",
+            summary="read checkpoints whole and check every sum; 1 when one is damaged",
+            config_name="bare",
+            root="launcher.checkpoint_commands:Verify",
+            function="launcher.checkpoint_commands:verify",
+            has_run=False,
+        ),
+        Command(
+            name="inspect",
+            summary="statistics of one tensor of a checkpoint, or the list of its tensors",
+            config_name="bare",
+            root="launcher.checkpoint_commands:Inspect",
+            function="launcher.checkpoint_commands:inspect",
+            has_run=False,
+        ),
+        Command(
+            name="reshape",
+            summary="write a checkpoint at another layout, without processes",
+            config_name="bare",
+            root="launcher.checkpoint_commands:Reshape",
+            function="launcher.checkpoint_commands:reshape",
+            has_run=False,
+        ),
     )
 }

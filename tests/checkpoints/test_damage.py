@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from checkpoints import store
+from checkpoints import examine
 from checkpoints.choose import Rewind, condemned
 from checkpoints.config import Checkpoint
 from checkpoints.files import LocalFiles
@@ -26,6 +26,12 @@ def run_dir(tmp_path: Path) -> Path:
     save(tmp_path, TENSORS, LAYOUT, OLD, Cursor(attempt=10, step=10))
     save(tmp_path, TENSORS, LAYOUT, NEW, Cursor(attempt=20, step=20))
     return tmp_path
+
+
+def faults_of(directory: Path) -> list[str]:
+    """Every file of a checkpoint that is not sound, and how."""
+    rows = examine.verify(LocalFiles(), directory)
+    return [f"{directory / row.file} is {row.state}" for row in rows if row.state != examine.SOUND]
 
 
 def flip(path: Path, position: int) -> None:
@@ -68,9 +74,9 @@ DAMAGES = {
 @pytest.mark.parametrize("layout", [LAYOUT, (1, 1, 1)])
 def test_a_damaged_file_is_named_and_the_older_step_is_taken(run_dir: Path, damage: str, layout) -> None:
     path = run_dir / "checkpoints" / "step-00000020" / "rank-00003.safetensors"
-    assert store.verify(LocalFiles(), path.parent) == []
+    assert faults_of(path.parent) == []
     DAMAGES[damage](path)
-    faults = store.verify(LocalFiles(), path.parent)
+    faults = faults_of(path.parent)
     assert faults and any(str(path) in fault for fault in faults), faults
     results = restore(run_dir, TENSORS, layout)
     assert all(holds(engine, OLD) and engine.loaded == [10] for engine, _, _ in results)
@@ -92,7 +98,7 @@ def test_every_bit_matters(run_dir: Path) -> None:
         original = path.read_bytes()
         for position in range(0, len(original), max(1, len(original) // 9)):
             flip(path, position)
-            assert any(str(path) in fault for fault in store.verify(LocalFiles(), directory)), (
+            assert any(str(path) in fault for fault in faults_of(directory)), (
                 path,
                 position,
             )
@@ -142,7 +148,7 @@ FORGERIES = {
 def test_a_forged_manifest_is_refused(run_dir: Path, forgery: str) -> None:
     path = run_dir / "checkpoints" / "step-00000020" / "manifest.json"
     rewrite(path, FORGERIES[forgery])
-    assert store.verify(LocalFiles(), path.parent)
+    assert faults_of(path.parent)
     engine, answer, said = restore(run_dir, TENSORS, (1, 1, 1))[0]
     assert holds(engine, OLD) and answer.path.name == "step-00000010"
     assert any(str(path) in line for line in said), said
