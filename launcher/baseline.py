@@ -12,8 +12,9 @@ import numpy as np
 
 LAG = 32  # newest accepted values that do not count yet
 WINDOW = 256 + LAG
-SPANS = (32, 64, 128, 256)  # the level is the lowest upper bound that these give
+SPANS = (16, 32, 64, 128, 256)  # the level is the lowest upper bound that these give
 NORMAL_MAD = 1.4826  # standard deviations of a normal distribution in one median absolute deviation
+RUNNING = 1.03  # normal noise less its running median of 9, made as wide as the noise
 NORMAL_DECILE = 1.2816  # from its median to its 90 % quantile
 MEDIAN_ERROR = 1.2533  # standard error of a median, in standard deviations / sqrt(n)
 LEAST_ALLOWANCE = 1.0
@@ -37,28 +38,31 @@ def baseline(values: Sequence[float]) -> Baseline:
     Level: a long span has little noise but lags behind a falling curve, a short one the other way round.
     Each span gives median + 1.5 standard errors, and the lowest of these bounds holds: a fall is followed
     fast, a rise slowly, without extrapolating a curve that is about to bend.
-    Spread: the largest of three robust measures, of neighbouring differences (blind to trends), of the upper
-    tail, and of neighbouring means of 8 (noise that comes in stretches).
+    Spread: the largest of three robust measures, of neighbouring differences, of the upper tail around a
+    running median (neither sees a trend), and of neighbouring means of 8 (noise that comes in stretches).
     """
     window = np.asarray(values, dtype=np.float64)
-    lag = min(LAG, len(window) // 4)
+    lag = min(LAG, len(window) // 8)
     window = window[: len(window) - lag][-SPANS[-1] :]
     differences = _mad(np.diff(window)) / math.sqrt(2)
-    recent = np.sort(window[-SPANS[-2] :])
-    centre = _middle(recent)
-    tail = (recent[int(0.9 * (len(recent) - 1) + 0.5)] - centre) / NORMAL_DECILE
-    spread = max(differences, tail, _stretches(window, differences), 1e-3 * abs(centre), 1e-9)
-    bounds = []
-    for span in SPANS:
-        part = window[-span:]
-        bounds.append(median(part) + 1.5 * MEDIAN_ERROR * spread / math.sqrt(len(part)))
-        if len(part) < span:
-            break
-    level = min(bounds)
-    # Around the middle of each half, so that a fall within the window is no spread.
-    deviations = np.concatenate([half - median(half) for half in np.array_split(window, 2)]) / spread
-    weights = np.exp(TILT * np.clip(deviations, -CLIP, CLIP))
-    return Baseline(float(level), float(spread), max(LEAST_ALLOWANCE, math.log(float(weights.mean())) / TILT))
+    residuals = np.sort(_residuals(window))
+    tail = residuals[int(0.9 * (len(residuals) - 1) + 0.5)] / NORMAL_DECILE
+    least = max(1e-3 * abs(float(window[-1])), 1e-9)
+    spread = max(differences, tail, _stretches(window, differences), least)
+    spans = SPANS if len(window) < SPANS[-1] else SPANS[1:]  # the shortest only while the curve is steep
+    parts = [window[-span:] for span in spans if span <= len(window)] or [window]
+    level = min(median(part) + 1.5 * MEDIAN_ERROR * spread / math.sqrt(len(part)) for part in parts)
+    weights = np.exp(TILT * np.clip(residuals / spread, -CLIP, CLIP))
+    allowance = math.log(float(weights.mean())) / TILT
+    return Baseline(float(level), float(spread), max(LEAST_ALLOWANCE, allowance))
+
+
+def _residuals(window: np.ndarray) -> np.ndarray:
+    """Values less the median of the 9 around each; a trend leaves none."""
+    width = min(9, len(window) // 2 * 2 - 1)
+    around = np.sort(np.lib.stride_tricks.sliding_window_view(window, width), axis=1)[:, width // 2]
+    inner = window[width // 2 : width // 2 + len(around)]
+    return (inner - around) * RUNNING
 
 
 def median(values: np.ndarray) -> float:

@@ -81,5 +81,13 @@ COMMANDS: dict[str, Command] = {
             function="launcher.checkpoint_commands:reshape",
             has_run=False,
         ),
+        Command(
+            name="replay",
+            summary="run the monitor over old logs: CSV, metrics.jsonl, TensorBoard; what it would have done",
+            config_name="replay",
+            root="launcher.replay:Replay",
+            function="launcher.replay:replay",
+            has_run=False,
+        ),
     )
 }

@@ -153,6 +153,12 @@ class Verdict:
     onset: int | None = None
 
 
+def carried_out(kind: Kind, settings: Monitor) -> Kind:
+    """What of a verdict is done under `monitor.action`; the verdict itself is recorded whatever it says."""
+    most = {"none": Kind.OK, "observe": Kind.WARN, "skip": Kind.SKIP, "rewind": Kind.STOP}
+    return min(kind, most[settings.action])
+
+
 def judge(history: History, observation: Observation, settings: Monitor) -> Verdict:
     """The verdict on one attempt. Deterministic: the same on every rank and after any interruption."""
     history = dataclasses.replace(history, attempts=history.attempts + 1, step=observation.step)
@@ -194,7 +200,7 @@ def loss_limits(history: History, settings: Monitor) -> Limits:
 
 def norm_limits(settings: Monitor) -> Limits:
     """Of the logarithm: a factor of 10 counts as a rise or an outlier, one of 3 is worth a warning."""
-    return Limits(NORM_FACTOR, math.log(3), math.inf, math.inf, settings.outlier, settings.alarm)
+    return Limits(NORM_FACTOR, math.log(3), math.inf, NORM_FACTOR, settings.outlier, settings.alarm)
 
 
 def _non_finite(history: History, observation: Observation, settings: Monitor) -> Verdict:
@@ -241,7 +247,7 @@ def cooled(history: History, settings: Monitor) -> History:
 
 def _told(what: str, name: str, rise: Rise) -> str:
     size = f"+{rise.size:.3g}" if name == "loss" else f"x {math.exp(rise.size):.3g}"
-    return f"{what}: {name} {size} since step {rise.onset}"
+    return f"{what}: {name} {size}"
 
 
 def _outlier(name: str, observation: Observation, readings: Mapping[str, Reading]) -> str:

@@ -17,13 +17,14 @@ from launcher.baseline import LAG, WINDOW, Baseline, baseline, median
 
 LEAST = 4  # accepted values before there is a baseline
 YOUNG = 64  # with fewer accepted values only what stands far above all recent ones counts
+GROWN = 320  # from YOUNG to here a jump must be three times to once as large: early training is bumpy
 REFIT_EVERY = 8  # accepted values between two baselines
 BLOCK, BLOCKS = 32, 128  # values of one entry of the long memory, and entries
 
 LEAST_OUTLIER = 5.0  # spreads, for noise so wide that Limits.outlier is beyond Limits.lone
 LOWEST = -3.0  # deviations below count no further
 MOST_GAIN = 2.0  # of one value to a sum, so that no few values make an alarm
-SHORTEST = 5  # values of a lasting jump
+SHORTEST = 7  # values of a lasting jump; what is over sooner is a few bad batches
 HELD = 64  # values since the sum left zero that are kept
 BEFORE = 24  # values before the onset that a jump is measured against
 WARN_SUM = 15.0
@@ -108,7 +109,8 @@ def is_outlier(track: Track, value: float, limits: Limits) -> bool:
     """Whether a single value stands too far above the level to be accepted."""
     fit = track.fit
     if fit is None:
-        return len(track.values) >= LEAST - 1 and value > max(track.values) + limits.lone
+        highest = max(track.values, default=math.inf)
+        return value > highest + limits.lone * (1 if len(track.values) == LEAST - 1 else 10)
     wide = max(LEAST_OUTLIER * fit.spread, limits.lone)
     bound = fit.level + max(min(limits.outlier * fit.spread, wide), limits.rise)
     if track.accepted < YOUNG:
@@ -183,7 +185,7 @@ def lasting_jump(track: Track, fit: Baseline, limits: Limits) -> Rise | None:
     end = len(track.values) - sum(taken for _, _, taken in since[:-1])  # the newest is not in the window yet
     before = track.values[max(0, end - BEFORE) : end] or track.values[:1]
     size = median(np.asarray([value for _, value, _ in since])) - median(np.asarray(before))
-    least = limits.rise if track.accepted >= YOUNG else 3 * limits.rise
+    least = limits.rise * (1 + 2 * min(max((GROWN - track.accepted) / (GROWN - YOUNG), 0.0), 1.0))
     return Rise(since[0][0], size) if size >= 0.9 * least else None
 
 
