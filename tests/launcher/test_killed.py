@@ -1,4 +1,4 @@
-"""Killed at any moment, one rank or all, a run goes on from its newest checkpoint: the same curve bit for bit.
+"""Killed at any moment, one rank or all, a run goes on from its newest checkpoint to the same curve, exactly.
 
 What SIGKILL cannot show, a missing sync, is in tests/checkpoints/test_crash.py.
 """
