@@ -6,7 +6,7 @@ has just begun must not look ordinary before it is judged.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,8 +22,7 @@ TILT = 1.6  # the exponent that makes exp(TILT x (deviation - allowance)) averag
 CLIP = 3.0  # deviations beyond which a tail counts no further: such values are judged one by one
 
 
-@dataclass(frozen=True)
-class Baseline:
+class Baseline(NamedTuple):
     """level: an upper bound of the median now; spread: one ordinary deviation; allowance: how many of them
     a sum of deviations must give away at each value, so that heavy tails do not add up to a rise."""
 
@@ -83,6 +82,6 @@ def _stretches(window: np.ndarray, spread: float) -> float:
     if len(window) < 128:
         return 0.0
     blocks = window[len(window) % 8 :].reshape(-1, 8)
-    middle = np.median(blocks, axis=1, keepdims=True)
-    means = np.clip(blocks, middle - 3 * spread, middle + 3 * spread).mean(axis=1)
+    middle = np.sort(blocks, axis=1)[:, 3:5].mean(axis=1, keepdims=True)
+    means = np.minimum(np.maximum(blocks, middle - 3 * spread), middle + 3 * spread).mean(axis=1)
     return 0.8 * _mad(np.diff(means)) * math.sqrt(8 / 2)

@@ -5,12 +5,10 @@ place. On a REWIND that history starts anew at the level reached, which is right
 old log, `monitor=observe`); who does rewind goes on from the snapshot's history, passed through `cooled`.
 """
 
-import dataclasses
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -98,8 +96,7 @@ class Monitor:
             )
 
 
-@dataclass(frozen=True)
-class Observation:
+class Observation(NamedTuple):
     """The signals of one attempt, equal on all ranks. step: the update it tries, counted from 1."""
 
     step: int
@@ -108,16 +105,15 @@ class Observation:
     non_finite: bool = False
 
 
-@dataclass(frozen=True)
-class History:
+class History(NamedTuple):
     """All that judging remembers; bounded. norm: of the logarithm of the gradient norm.
 
     attempts: judged so far; non_finite: (attempt, step) of the recent ones; first: where the loss started;
     told, told_at: level and attempt of the last WARN; cool_until: the attempt up to which no jump rewinds.
     """
 
-    loss: Track = dataclasses.field(default_factory=Track)
-    norm: Track = dataclasses.field(default_factory=Track)
+    loss: Track = Track()
+    norm: Track = Track()
     attempts: int = 0
     step: int = 0
     non_finite: tuple[tuple[int, int], ...] = ()
@@ -129,8 +125,7 @@ class History:
 
     def as_json(self) -> dict[str, Any]:
         """Plain JSON; `from_json` gives the same history bit for bit."""
-        plain = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return plain | {
+        return self._asdict() | {
             "loss": self.loss.as_json(),
             "norm": self.norm.as_json(),
             "non_finite": [list(entry) for entry in self.non_finite],
@@ -138,13 +133,14 @@ class History:
 
     @staticmethod
     def from_json(plain: Mapping[str, Any]) -> "History":
-        tracks = {name: Track.from_json(plain[name]) for name in ("loss", "norm")}
-        recent = tuple((attempt, step) for attempt, step in plain["non_finite"])
-        return History(**{**plain, **tracks, "non_finite": recent})
+        return History(**plain)._replace(
+            loss=Track.from_json(plain["loss"]),
+            norm=Track.from_json(plain["norm"]),
+            non_finite=tuple(tuple(entry) for entry in plain["non_finite"]),
+        )
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """reason: `name: values`, empty for OK; onset: the first step of what lasts; history: the next one."""
 
     kind: Kind
@@ -161,10 +157,10 @@ def carried_out(kind: Kind, settings: Monitor) -> Kind:
 
 def judge(history: History, observation: Observation, settings: Monitor) -> Verdict:
     """The verdict on one attempt. Deterministic: the same on every rank and after any interruption."""
-    history = dataclasses.replace(history, attempts=history.attempts + 1, step=observation.step)
+    now = {"attempts": history.attempts + 1, "step": observation.step}
     loss, norm = observation.loss, observation.norm
     if observation.non_finite or not _finite(loss) or not _finite(norm) or (norm is not None and norm < 0):
-        return _non_finite(history, observation, settings)
+        return _non_finite(history._replace(**now), observation, settings)
     seen = {"loss": loss, "norm": None if norm is None else math.log(max(norm, 1e-12))}
     limits = {"loss": loss_limits(history, settings), "norm": norm_limits(settings)}
     values = {name: value for name, value in seen.items() if value is not None}
@@ -174,7 +170,7 @@ def judge(history: History, observation: Observation, settings: Monitor) -> Verd
         if not outliers or name in outliers:  # a batch refused for one signal says nothing about another
             track = getattr(history, name)
             readings[name] = follow(track, observation.step, value, limits[name], refused=bool(outliers))
-    history = dataclasses.replace(history, **{name: reading.track for name, reading in readings.items()})
+    history = history._replace(**now, **{name: reading.track for name, reading in readings.items()})
     lasting = _lasting(history, readings, limits)
     if lasting is not None and history.attempts > history.cool_until:
         name, rise, what = lasting
@@ -207,10 +203,10 @@ def _non_finite(history: History, observation: Observation, settings: Monitor) -
     recent = [entry for entry in history.non_finite if entry[0] > history.attempts - RECENT]
     recent.append((history.attempts, observation.step))
     if len(recent) < settings.non_finite:
-        history = dataclasses.replace(history, non_finite=tuple(recent))
+        history = history._replace(non_finite=tuple(recent))
         return Verdict(Kind.SKIP, history, "non_finite: the loss or a gradient is not finite")
     reason = f"non_finite: {len(recent)} of the last {RECENT} attempts"
-    history = cooled(dataclasses.replace(history, non_finite=()), settings)
+    history = cooled(history._replace(non_finite=()), settings)
     return Verdict(Kind.REWIND, history, reason, recent[0][1])
 
 
@@ -234,7 +230,7 @@ def _anew(history: History, name: str, rise: Rise, settings: Monitor) -> History
         name: restarted(getattr(history, name), rise.onset),
         other: restarted(getattr(history, other), None, keep=8),
     }
-    return cooled(dataclasses.replace(history, told=None, **tracks), settings)
+    return cooled(history._replace(told=None, **tracks), settings)
 
 
 def cooled(history: History, settings: Monitor) -> History:
@@ -242,7 +238,7 @@ def cooled(history: History, settings: Monitor) -> History:
 
     After a rewind, history is the one of the snapshot.
     """
-    return dataclasses.replace(history, cool_until=history.attempts + settings.cooldown_steps)
+    return history._replace(cool_until=history.attempts + settings.cooldown_steps)
 
 
 def _told(what: str, name: str, rise: Rise) -> str:
@@ -270,7 +266,7 @@ def _warn(history: History, readings: Mapping[str, Reading], settings: Monitor) 
             known = history.told is not None and since < NEWS
             if known and (since < REPEAT or (since > EPISODE and level <= _news(history, settings))):
                 return Verdict(Kind.OK, history)
-            history = dataclasses.replace(history, told=level, told_at=history.attempts)
+            history = history._replace(told=level, told_at=history.attempts)
             return Verdict(Kind.WARN, history, _told(what, name, rise), rise.onset)
     return Verdict(Kind.OK, history)
 
@@ -286,10 +282,10 @@ def _learning(history: History, settings: Monitor) -> tuple[History, str]:
     if history.learned or not settings.learn_steps or track.accepted < FIRST or track.fit is None:
         return history, ""
     if history.first is None:
-        return dataclasses.replace(history, first=median(np.asarray(track.values[:FIRST]))), ""
+        return history._replace(first=median(np.asarray(track.values[:FIRST]))), ""
     if track.accepted < max(settings.learn_steps, 3 * FIRST):
         return history, ""
-    history = dataclasses.replace(history, learned=True)
+    history = history._replace(learned=True)
     level = median(np.asarray(track.values[-2 * FIRST :]))
     assert history.first is not None
     if history.first - level >= max(0.02 * abs(history.first), 0.6 * track.fit.spread):

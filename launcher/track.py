@@ -5,11 +5,9 @@ Deviations are counted in spreads of the baseline; what lasts must also be of a 
 that a very quiet signal does not alarm about nothing.
 """
 
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,7 +16,7 @@ from launcher.baseline import LAG, WINDOW, Baseline, baseline, median
 LEAST = 4  # accepted values before there is a baseline
 YOUNG = 64  # with fewer accepted values only what stands far above all recent ones counts
 GROWN = 320  # from YOUNG to here a jump must be three times to once as large: early training is bumpy
-REFIT_EVERY = 8  # accepted values between two baselines
+REFIT_EVERY = 8  # accepted values between two baselines, and twice as many once the curve is flat
 BLOCK, BLOCKS = 32, 128  # values of one entry of the long memory, and entries
 
 LEAST_OUTLIER = 5.0  # spreads, for noise so wide that Limits.outlier is beyond Limits.lone
@@ -32,8 +30,7 @@ WARN_ALLOWANCE = 0.5  # below the alarm's: a slower sum that hears smaller rises
 DRIFT_WARN_SPREADS, DRIFT_SPREADS = 1.0, 1.3  # a drift must also exceed so many spreads
 
 
-@dataclass(frozen=True)
-class Limits:
+class Limits(NamedTuple):
     """What counts, in the signal's unit or in spreads.
 
     Sizes: rise of a lasting jump; small, of a lasting rise to warn of; drift, of a slow one; lone, of one
@@ -49,16 +46,14 @@ class Limits:
     alarm: float
 
 
-@dataclass(frozen=True)
-class Rise:
+class Rise(NamedTuple):
     """Something that lasts: the step where it began and by how much the signal rose."""
 
     onset: int
     size: float
 
 
-@dataclass(frozen=True)
-class Track:
+class Track(NamedTuple):
     """What is remembered of a signal: plain numbers, at most some 600 of them.
 
     values: the last accepted ones; total: the sum of deviations, and doubted the part of it that refused
@@ -77,25 +72,24 @@ class Track:
     blocks: tuple[tuple[int, float], ...] = ()
 
     def as_json(self) -> dict[str, Any]:
-        plain = dataclasses.asdict(self)
-        return plain | {
+        return self._asdict() | {
             "values": list(self.values),
+            "fit": None if self.fit is None else self.fit._asdict(),
             "pending": [list(entry) for entry in self.pending],
             "blocks": [list(entry) for entry in self.blocks],
         }
 
     @staticmethod
     def from_json(plain: Mapping[str, Any]) -> "Track":
-        given = dict(plain)
-        given["values"] = tuple(plain["values"])
-        given["pending"] = tuple(tuple(entry) for entry in plain["pending"])
-        given["blocks"] = tuple(tuple(entry) for entry in plain["blocks"])
-        given["fit"] = None if plain["fit"] is None else Baseline(**plain["fit"])
-        return Track(**given)
+        return Track(**plain)._replace(
+            values=tuple(plain["values"]),
+            fit=None if plain["fit"] is None else Baseline(**plain["fit"]),
+            pending=tuple(tuple(entry) for entry in plain["pending"]),
+            blocks=tuple(tuple(entry) for entry in plain["blocks"]),
+        )
 
 
-@dataclass(frozen=True)
-class Reading:
+class Reading(NamedTuple):
     """What one value says: how many spreads above the level, and what lasts; None without."""
 
     track: Track
@@ -157,20 +151,19 @@ def summed(
         since = step if slow == 0 else since
         give = max(fit.allowance - WARN_ALLOWANCE, 0.25 * limits.rise / fit.spread)
         slow = min(max(0.0, slow + min(deviation - give, MOST_GAIN)), 2 * WARN_SUM)
-    return dataclasses.replace(
-        track, total=total, doubted=doubted, pending=pending, slow=slow, slow_since=since
-    )
+    return track._replace(total=total, doubted=doubted, pending=pending, slow=slow, slow_since=since)
 
 
 def accepted(track: Track, step: int, value: float) -> Track:
     """The track with a value in its window, its baseline and its long memory."""
     values = (*track.values, value)[-WINDOW:]
     count, fit, blocks = track.accepted + 1, track.fit, track.blocks
-    if count >= LEAST and (count % REFIT_EVERY == 0 or count < YOUNG):
+    every = 1 if count < YOUNG else REFIT_EVERY if count < GROWN else 2 * REFIT_EVERY
+    if count >= LEAST and count % every == 0:
         fit = baseline(values)
     if count % BLOCK == 0:
         blocks = (*blocks, (step, median(np.asarray(values[-BLOCK:]))))[-BLOCKS:]
-    return dataclasses.replace(track, values=values, accepted=count, fit=fit, blocks=blocks)
+    return track._replace(values=values, accepted=count, fit=fit, blocks=blocks)
 
 
 def lasting_jump(track: Track, fit: Baseline, limits: Limits) -> Rise | None:
