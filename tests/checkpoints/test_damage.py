@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import pickle
 import shutil
 from pathlib import Path
 
@@ -229,3 +230,38 @@ def test_holds_run(run_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> N
     assert not holds_run(other, Checkpoint())
     (other / "metrics.jsonl").write_text("")
     assert holds_run(other, Checkpoint())
+
+
+class Trap:
+    """Unpickling it leaves a file."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self):
+        return Path.touch, (self.mark,)
+
+
+def test_booby_traps_do_not_go_off(run_dir: Path, tmp_path: Path) -> None:
+    """Pickled code under every name that a checkpoint has, or that others load: refused, never run."""
+    mark = tmp_path / "gone-off"
+    code = pickle.dumps(Trap(mark))
+    pickle.loads(code)
+    assert mark.exists()  # the trap is a trap
+    mark.unlink()
+    step = run_dir / "checkpoints" / "step-00000020"
+    (step / "rank-00000.safetensors").write_bytes(code)
+    engine = restore(run_dir, TENSORS, (1, 1, 1))[0][0]
+    assert holds(engine, OLD)
+    (step / "manifest.json").write_bytes(code)
+    assert holds(restore(run_dir, TENSORS, (1, 1, 1))[0][0], OLD)
+    for name in ("model.pt", "pytorch_model.bin", "weights.npy"):
+        file = tmp_path / name
+        file.write_bytes(code)
+        assert "no" in refused(run_dir, TENSORS, (1, 1, 1), str(file))
+        folder = tmp_path / f"folder-{name}"
+        folder.mkdir()
+        (folder / name).write_bytes(code)
+        assert "not a complete checkpoint" in refused(run_dir, TENSORS, (1, 1, 1), str(folder))
+    assert {row.state for row in examine.verify(LocalFiles(), step)} == {"damaged"}
+    assert not mark.exists()
