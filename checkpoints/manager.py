@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +121,8 @@ class Manager:
         found, self.directory = where(run_dir, config)
         self._config, self._mesh, self._about = config, mesh, about or About()
         self.files: Files = files or found
-        self._exchange = exchange or exchange_over(mesh.world)
+        # A rank may wait long for another's disk; that another has died is noticed elsewhere.
+        self._exchange = exchange or exchange_over(mesh.world, timeout=timedelta(days=1))
         self._say = say if self._exchange.rank == 0 else _silent
         self._reading = Reading(self.files, self._exchange, self._say)
         self._block_bytes = block_bytes
@@ -136,8 +138,7 @@ class Manager:
 
     def host_bytes(self, engine: Engine) -> int:
         """The most host memory that copies of this rank's state take."""
-        ring = self._config.snapshots if self._config.snapshot_every else 0
-        return state_bytes(engine) * (ring + self._config.background)
+        return state_bytes(engine) * self._config.copies
 
     def take(self) -> Costs:
         """What checkpoints have cost on this rank since the last call, and what has been completed."""

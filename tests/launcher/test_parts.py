@@ -130,4 +130,4 @@ def test_what_saving_costs_is_in_the_metrics(place: Path, ranks: Ranks) -> None:
     assert 4 <= len(writes) <= 5 and writes[0] >= 3
     said = results[0].stdout
     assert said.count("saved ") == 6 and "MiB/s" in said
-    assert "of host memory on rank 0, for a save in the background and 1 snapshots" in said
+    assert "of host memory on the main process, for a save in the background and 1 snapshots" in said

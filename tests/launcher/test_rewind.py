@@ -13,7 +13,7 @@ from launcher.rewind import Recorded, applied_again, recorded, united
 from launcher.train import Outcome, Run
 from launcher.train import train as loop
 from megamodel.data.batch import Cursor
-from tests.launcher.test_train import BASE, last_of_each_step, lines, place, tensors
+from tests.launcher.test_train import BASE, cut_back, last_of_each_step, lines, place, tensors
 from tests.spawn import Ranks
 
 __all__ = ["place"]
@@ -95,6 +95,23 @@ def test_rewound_and_skipped_equals_never_fed(
     events = EventAccumulator(str(rewound / "tensorboard"), size_guidance={"scalars": 0})
     events.Reload()
     assert [e.step for e in events.Scalars("loss/train")] == list(range(1, 13))
+
+
+def test_killed_after_its_record_a_rewind_is_done_at_the_next_start(place: Path, ranks: Ranks) -> None:
+    """What was saved between snapshot and alarm is condemned, and the skipped samples stay skipped."""
+    never = drive(ranks, place, "never-killed", "straight", 0, [], 1)
+    arguments = [*BASE[:-1], "run.name=killed", "checkpoint.every=4", *RING]
+    (finished,) = ranks.launch(1, arguments, place)
+    assert finished.code == 0, finished.stderr
+    target = place / "runs" / "rewound-killed"
+    cut_back(place / "runs" / "killed", target, 8)
+    record = {"event": "rewind", "attempt": 9, "snapshot_step": 4, "skipped": SKIP}
+    (target / "events.jsonl").write_text(json.dumps(record) + "\n")
+    (finished,) = ranks.launch(1, [*arguments, "run.name=rewound-killed"], place)
+    assert finished.code == 0, finished.stderr
+    assert "step-00000004, step 4" in finished.stderr
+    assert last_of_each_step(target) == last_of_each_step(never)
+    assert tensors(target / "checkpoints/step-00000012") == tensors(never / "checkpoints/step-00000012")
 
 
 def test_ranges_are_united() -> None:
