@@ -86,7 +86,9 @@ def operations(step: int, place: str = "rename") -> int:
     ("place", "memory"),
     [
         *(("rename", memory) for memory in ("synced", "some", "all")),
-        *(("manifest", memory) for memory in ("synced", "some", "all")),
+        ("manifest", "some"),
+        pytest.param("manifest", "synced", marks=pytest.mark.slow),
+        pytest.param("manifest", "all", marks=pytest.mark.slow),
         ("bucket", "all"),
     ],
 )
