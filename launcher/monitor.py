@@ -298,6 +298,7 @@ def _learning(history: History, settings: Monitor) -> tuple[History, str]:
 
 def trusted_step(history: History) -> int:
     """The newest step whose state is beyond the detector's delay and not part of anything suspected."""
-    pending = [track.pending[0][0] - 1 for track in (history.loss, history.norm) if track.pending]
+    tracks = [track for track in (history.loss, history.norm) if track.rising]
+    rising = [track.recent[-track.rising][0] - 1 for track in tracks]
     recent = [step - 1 for _, step in history.non_finite[:1]]
-    return max(0, min([history.step - LAG, *pending, *recent]))
+    return max(0, min([history.step - LAG, *rising, *recent]))

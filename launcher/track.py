@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from launcher.baseline import LAG, WINDOW, Baseline, baseline, median
+from launcher.baseline import LAG, MEDIAN_ERROR, WINDOW, Baseline, baseline, median
 
 LEAST = 4  # accepted values before there is a baseline
 YOUNG = 64  # with fewer accepted values only what stands far above all recent ones counts
@@ -25,6 +25,7 @@ MOST_GAIN = 2.0  # of one value to a sum, so that no few values make an alarm
 SHORTEST = 7  # values of a lasting jump; what is over sooner is a few bad batches
 HELD = 64  # values since the sum left zero that are kept
 BEFORE = 24  # values before the onset that a jump is measured against
+SLOW_ALARM, SLOW_SPREADS = 5 / 3, 1.3  # the slow sum alarms later, and only of what exceeds so many spreads
 WARN_SUM = 15.0
 WARN_ALLOWANCE = 0.5  # below the alarm's: a slower sum that hears smaller rises
 DRIFT_WARN_SPREADS, DRIFT_SPREADS = 1.0, 1.3  # a drift must also exceed so many spreads
@@ -57,8 +58,9 @@ class Track(NamedTuple):
     """What is remembered of a signal: plain numbers, at most some 600 of them.
 
     values: the last accepted ones; total: the sum of deviations, and doubted the part of it that refused
-    values gave, which the next ordinary value takes back; pending: (step, value, 1 if accepted) since total
-    left zero; slow: the sum that warns, above zero since step slow_since; blocks: (step, median) of 32.
+    values gave, which the next ordinary value takes back; slow: the same with a smaller allowance; rising and
+    slow_rising: attempts since each sum left zero; recent: (step, value, 1 if accepted) of the last attempts;
+    blocks: (step, median) of every 32 accepted values.
     """
 
     values: tuple[float, ...] = ()
@@ -66,16 +68,17 @@ class Track(NamedTuple):
     fit: Baseline | None = None
     total: float = 0.0
     doubted: float = 0.0
-    pending: tuple[tuple[int, float, int], ...] = ()
+    rising: int = 0
     slow: float = 0.0
-    slow_since: int = 0
+    slow_rising: int = 0
+    recent: tuple[tuple[int, float, int], ...] = ()
     blocks: tuple[tuple[int, float], ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         return self._asdict() | {
             "values": list(self.values),
             "fit": None if self.fit is None else self.fit._asdict(),
-            "pending": [list(entry) for entry in self.pending],
+            "recent": [list(entry) for entry in self.recent],
             "blocks": [list(entry) for entry in self.blocks],
         }
 
@@ -84,7 +87,7 @@ class Track(NamedTuple):
         return Track(**plain)._replace(
             values=tuple(plain["values"]),
             fit=None if plain["fit"] is None else Baseline(**plain["fit"]),
-            pending=tuple(tuple(entry) for entry in plain["pending"]),
+            recent=tuple(tuple(entry) for entry in plain["recent"]),
             blocks=tuple(tuple(entry) for entry in plain["blocks"]),
         )
 
@@ -119,7 +122,7 @@ def follow(track: Track, step: int, value: float, limits: Limits, *, refused: bo
         return Reading(track if refused else accepted(track, step, value))
     deviation = (value - fit.level) / fit.spread
     track = summed(track, fit, limits, step, value, deviation, refused)
-    jump = lasting_jump(track, fit, limits) if track.total >= limits.alarm else None
+    jump = lasting_jump(track, fit, limits)
     if refused:
         return Reading(track, deviation, jump)
     track = accepted(track, step, value)
@@ -144,14 +147,18 @@ def summed(
     elif gain < 0:
         total, doubted = max(0.0, total - doubted), 0.0
     total = min(max(0.0, total + gain), 2 * limits.alarm)
-    entry = (step, value, 0 if refused else 1)
-    pending = (*track.pending, entry)[-HELD:] if total > 0 else ()
-    slow, since = track.slow, track.slow_since
+    slow = track.slow
     if not refused:
-        since = step if slow == 0 else since
         give = max(fit.allowance - WARN_ALLOWANCE, 0.25 * limits.rise / fit.spread)
         slow = min(max(0.0, slow + min(deviation - give, MOST_GAIN)), 2 * WARN_SUM)
-    return track._replace(total=total, doubted=doubted, pending=pending, slow=slow, slow_since=since)
+    return track._replace(
+        total=total,
+        doubted=doubted,
+        rising=min(track.rising + 1, HELD) if total > 0 else 0,
+        slow=slow,
+        slow_rising=min(track.slow_rising + 1, HELD) if slow > 0 else 0,
+        recent=(*track.recent, (step, value, 0 if refused else 1))[-HELD:],
+    )
 
 
 def accepted(track: Track, step: int, value: float) -> Track:
@@ -167,19 +174,27 @@ def accepted(track: Track, step: int, value: float) -> Track:
 
 
 def lasting_jump(track: Track, fit: Baseline, limits: Limits) -> Rise | None:
-    """The jump that the sum has found, when it is long and large enough.
+    """The jump that a sum has found, when it is long and large enough.
 
     Its size compares the values since the onset, refused ones included, with the accepted ones just before.
+    Where the noise is wide the slow sum is the faster one; what it finds must also stand out from the noise.
     """
-    start = change_point([value for _, value, _ in track.pending], fit)
-    since = track.pending[start:]
+    if track.total >= limits.alarm:
+        found, least = track.recent[-track.rising :], 0.0
+    elif track.slow >= SLOW_ALARM * limits.alarm:
+        found, least = track.recent[-track.slow_rising :], SLOW_SPREADS * fit.spread
+    else:
+        return None
+    since = found[change_point([value for _, value, _ in found], fit) :]
     if len(since) < SHORTEST:
         return None
     end = len(track.values) - sum(taken for _, _, taken in since[:-1])  # the newest is not in the window yet
     before = track.values[max(0, end - BEFORE) : end] or track.values[:1]
     size = median(np.asarray([value for _, value, _ in since])) - median(np.asarray(before))
-    least = limits.rise * (1 + 2 * min(max((GROWN - track.accepted) / (GROWN - YOUNG), 0.0), 1.0))
-    return Rise(since[0][0], size) if size >= 0.9 * least else None
+    young = min(max((GROWN - track.accepted) / (GROWN - YOUNG), 0.0), 1.0)
+    error = MEDIAN_ERROR * fit.spread * math.sqrt(1 / len(since) + 1 / len(before))
+    least = max(least, 0.9 * limits.rise * (1 + 2 * young) + 0.5 * error)
+    return Rise(since[0][0], size) if size >= least else None
 
 
 def change_point(values: Sequence[float], fit: Baseline) -> int:
@@ -196,7 +211,7 @@ def change_point(values: Sequence[float], fit: Baseline) -> int:
 
 def small_rise(track: Track, fit: Baseline, limits: Limits) -> Rise | None:
     size = median(np.asarray(track.values[-LAG:])) - fit.level
-    return Rise(track.slow_since, size) if size >= limits.small else None
+    return Rise(track.recent[-max(track.slow_rising, 1)][0], size) if size >= limits.small else None
 
 
 def slow_drift(track: Track, fit: Baseline, limits: Limits) -> Rise | None:
@@ -219,10 +234,11 @@ def drift_size(fit: Baseline, limits: Limits) -> float:
 
 
 def restarted(track: Track, onset: int | None, keep: int = LAG) -> Track:
-    """A track of the newest values alone: those pending since the onset, refused ones included, or `keep`."""
-    entries = [(step, value) for step, value, _ in track.pending if onset is not None and step >= onset]
-    entries = entries or [(0, value) for value in track.values[-keep:]]
+    """A track of the newest values alone, refused ones too: those since the onset, or the last `keep`."""
+    back = 0
+    while onset is not None and back < len(track.recent) and track.recent[-back - 1][0] >= onset:
+        back += 1
     fresh = Track()
-    for step, value in entries:
+    for step, value, _ in track.recent[-(back or keep) :]:
         fresh = accepted(fresh, step, value)
     return fresh
