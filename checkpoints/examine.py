@@ -182,8 +182,8 @@ def listing(files: Files, root: Path, *, now: float | None = None) -> list[Liste
         step, path = store.step_of(name), root / name
         if step is None:
             continue
-        if name.endswith(store.WRITING) or store.unfinished(files, path):
-            found.append(Listed(step, path, UNFINISHED, "a save that has not ended"))
+        if store.unfinished(files, path):
+            found.append(Listed(step, path, UNFINISHED, "being written or deleted, or left so"))
             continue
         found.append(_listed(files, path, step, latest=pointer.strip() == name, now=now or time.time()))
     return sorted(found, key=lambda listed: (listed.step, listed.path.name))

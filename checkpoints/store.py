@@ -74,7 +74,7 @@ def scan(files: Files, root: Path) -> tuple[list[Found], list[str]]:
     found, faults = [], []
     for name in files.names(root):
         match = _STEP.fullmatch(name)
-        if not match or match[2] == WRITING or unfinished(files, root / name):
+        if not match or unfinished(files, root / name):
             continue
         try:
             content, checksum = manifests.read(files, root / name)
@@ -88,8 +88,11 @@ def scan(files: Files, root: Path) -> tuple[list[Found], list[str]]:
 
 
 def unfinished(files: Files, directory: Path) -> bool:
-    """Whether a directory is a save that never ended, where its manifest would have ended it."""
-    return not files.renames and manifests.NAME not in files.names(directory)
+    """Whether a directory is no checkpoint yet, or none any more: being written, or being deleted."""
+    if directory.name.endswith(WRITING):
+        return True
+    ends_with_manifest = not files.renames or directory.name.endswith(OLD)
+    return ends_with_manifest and manifests.NAME not in files.names(directory)
 
 
 def prepare(files: Files, root: Path, step: int) -> Draft:
@@ -99,7 +102,7 @@ def prepare(files: Files, root: Path, step: int) -> Draft:
     names = files.names(root)
     for name in names:
         match = _STEP.fullmatch(name)
-        if match and (match[2] == WRITING or unfinished(files, root / name)):
+        if match and unfinished(files, root / name):
             remove_tree(files, root / name, first=manifests.NAME)
         elif match and match[2] == OLD:
             _settle(files, root / name, root / name.removesuffix(OLD))
@@ -235,10 +238,15 @@ def latest(files: Files, root: Path) -> Path | None:
 
 
 def prune(files: Files, root: Path, stay: Container[int]) -> list[int]:
-    """Delete the other steps, the manifest of each first; the steps that went."""
+    """Delete the other steps; the steps that went. Each stops being a checkpoint first, then its files go."""
     gone = [step for step in steps(files, root) if step not in stay]
     for step in gone:
-        remove_tree(files, root / step_name(step), first=manifests.NAME)
+        path = root / step_name(step)
+        if files.renames:
+            files.rename(path, path.with_name(path.name + WRITING))
+            files.sync_directory(root)
+            path = path.with_name(path.name + WRITING)
+        remove_tree(files, path, first=manifests.NAME)
     return gone
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from checkpoints import store
 from checkpoints.config import Checkpoint
 from checkpoints.manager import Manager, Restored
 from megamodel.data.batch import Cursor
@@ -99,6 +100,8 @@ def test_the_machine_stops_at_every_operation(step: int, place: str, memory: str
         disk.arm(number, "crash")
         results = save(disk, step, 2, place)
         survivor = disk.after_crash(memory, seed=number)
+        _, faults = store.scan(PLACES[place](survivor), RUN / "checkpoints")
+        assert faults == [], "what is half written or half deleted must not look like a damaged checkpoint"
         versions = load(survivor, place)
         assert versions in ([1, 1], [2, 2]), (number, disk.log[-3:], versions)
         if all(isinstance(result, Path) for result in results):
