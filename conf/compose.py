@@ -6,6 +6,7 @@ layer that chooses another variant of a union (`kind: alibi`) drops what lower o
 
 import difflib
 import functools
+import tempfile
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,7 +37,6 @@ BLANK = "_blank"  # the primary configuration when a saved one is given: no pres
 QUIET = (
     "hydra.run.dir=.",
     "hydra.output_subdir=null",
-    "hydra.sweep.dir=runs/multirun",
     "hydra.sweep.subdir=.",
     "hydra.job.chdir=false",
     "hydra/job_logging=none",
@@ -44,10 +44,10 @@ QUIET = (
 )
 
 
-def quiet(overrides: Sequence[str]) -> list[str]:
-    """QUIET, but for what the user wants otherwise."""
+def quiet(overrides: Sequence[str], *more: str) -> list[str]:
+    """QUIET and more such settings, but for what the user wants otherwise."""
     given = {override.partition("=")[0].lstrip("+~") for override in overrides}
-    return [setting for setting in QUIET if setting.partition("=")[0] not in given]
+    return [setting for setting in (*QUIET, *more) if setting.partition("=")[0] not in given]
 
 
 @dataclass
@@ -229,9 +229,11 @@ class Composer:
 
     def multirun(self, overrides: Sequence[str], task: Any) -> list[Any]:
         """`task(raw)` for every combination of a sweep, in order, through Hydra's sweeper; the results."""
-        batches = self.hydra.multirun(
-            self.config_name, task, [*quiet(overrides), *overrides], with_log_configuration=False
-        )
+        with tempfile.TemporaryDirectory() as nowhere:  # Hydra makes a directory and a file of its own
+            settings = quiet(overrides, f"hydra.sweep.dir='{nowhere}'")
+            batches = self.hydra.multirun(
+                self.config_name, task, [*settings, *overrides], with_log_configuration=False
+            )
         return [job.return_value for batch in batches for job in batch]
 
     def request(self, arguments: Sequence[str], *, sweep: bool = False) -> Request:
@@ -260,7 +262,11 @@ class Composer:
         key, value = override.key_or_group, argument.partition("=")[2]
         if override.is_hydra_override() or key.startswith("hydra/"):
             return argument, None
-        if override.package is None and not override.is_delete() and self._is_choice(key, override):
+        if override.is_delete():
+            return None, Problem(
+                key, f"~{key}: nothing can be removed, only given another value: {key}=VALUE"
+            )
+        if override.package is None and self._is_choice(key, override):
             return self._choice(key.replace(".", "/").removesuffix("/kind"), value, override, listed)
         if "/" in key or "@" in key or override.package is not None:
             close = difflib.get_close_matches(key, self.groups, n=1, cutoff=0.4)
@@ -268,7 +274,10 @@ class Composer:
             return None, Problem(key, f"no such group of presets{hint}")
         if not accepts(self.root, key):
             return None, Problem(key, unknown_key(key, self.root))
-        return (argument if override.is_delete() else f"++{key}={value}"), None
+        if "." not in key and key in self.groups:
+            names = " | ".join(self.options(key))
+            return None, Problem(key, f"{value} is no choice; give {key}={names}, or {key}.NAME=VALUE")
+        return f"++{key}={value}", None
 
     def _is_choice(self, key: str, override: Override) -> bool:
         """Whether an override chooses a preset: of a group, or a variant of a union by its kind."""

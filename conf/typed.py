@@ -154,6 +154,8 @@ class _Door:
     def member(self, form: Shape, value: Any, path: str) -> Any:
         """One section out of the members of `form`."""
         if not isinstance(value, Mapping):
+            if form.is_union:
+                return self.refuse(path, wrong_variant(value, form, path))
             keys = ", ".join(f"{path}.{name}" for name in hints(form.members[0]))
             return self.refuse(path, f"{value!r} is not a section; give its keys: {keys}")
         member = form.member(value)
@@ -240,6 +242,17 @@ def wrong_choice(value: Any, names: list[str]) -> str:
     close = difflib.get_close_matches(str(value), names, n=1, cutoff=0.5)
     hint = f"; the nearest is {close[0]}" if close else ""
     return f"{value!r} is not one of {', '.join(map(str, names))}{hint}"
+
+
+def wrong_variant(value: Any, form: Shape, path: str) -> str:
+    """Where a member of a union is asked for by its bare name: how one is chosen."""
+    names, group = list(form.kinds()), path.replace(".", "/")
+    known = value if value in names else next(iter(difflib.get_close_matches(str(value), names, n=1)), None)
+    example = known or "NAME"
+    there = "" if known else f" (NAME is one of {', '.join(names)})"
+    return (
+        f"{value!r} is not a section; give {group}={example} or {path}.{form.discriminator}={example}{there}"
+    )
 
 
 EXPECTED = {

@@ -24,12 +24,9 @@ from launcher.rundirectory import RunDirectory
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line (sys.argv by default) and give its exit code."""
     arguments = [a for a in (sys.argv[1:] if argv is None else argv) if not is_local_rank(a)]
-    if not arguments or arguments[0] in ("-h", "--help", "help"):
-        print(overview())
-        return DONE
     rank = rank_for_messages(os.environ)
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    return guarded(lambda: run(arguments[0], arguments[1:], os.environ), rank=rank, error_file=error_file)
+    return guarded(lambda: run(arguments, os.environ), rank=rank, error_file=error_file)
 
 
 def is_local_rank(argument: str) -> bool:
@@ -45,12 +42,16 @@ def rank_for_messages(environment: Mapping[str, str]) -> int:
         return 0
 
 
-def run(name: str, arguments: Sequence[str], environment: Mapping[str, str]) -> int:
+def run(line: Sequence[str], environment: Mapping[str, str]) -> int:
     """Check the whole command line, then do what it says. Raises ValueError for wrong input."""
+    if not line or line[0] in ("-h", "--help", "help"):
+        print(overview())
+        return DONE
+    name, *arguments = line
     command = COMMANDS.get(name)
     if command is None:
         refuse_command(name)
-    options = option_parser(command).parse_intermixed_args(list(arguments))
+    options = option_parser(command).parse_intermixed_args(arguments)
     place = placement(environment)
     # Only now what costs time: the sections with what they import, and Hydra.
     from conf.compose import Composer, composition_error, is_composition_error

@@ -8,6 +8,7 @@ import contextlib
 import json
 import logging
 import os
+import select
 import sys
 import threading
 import time
@@ -18,7 +19,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
-from launcher.log import log_traceback
+from launcher.cluster import placement
+from launcher.log import discard_logs, log_traceback
 from launcher.rundirectory import RunDirectory
 from parallel.errors import OtherRankFailed
 
@@ -39,12 +41,14 @@ class Report:
     code: int
     traceback: str
     time: float
+    world_size: int = 1
 
     def line(self) -> str:
         """The last line of every process."""
         message = (self.message.strip() or "no message").splitlines()[0]
         what = "" if self.code == WRONG_INPUT else f"{self.type}: "
-        return f"error on rank {self.rank}: {what}{message}"
+        where = f" on rank {self.rank}" if self.world_size > 1 else ""
+        return f"error{where}: {what}{message}"
 
     def text(self) -> str:
         """The line, after the whole message where that is longer."""
@@ -52,8 +56,11 @@ class Report:
         return f"{message}\n{self.line()}" if "\n" in message else self.line()
 
 
-def report_of(error: BaseException, *, rank: int, begun: bool) -> Report:
-    """The report of an exception. begun: work had started, so that the error is not the user's input."""
+def report_of(error: BaseException, *, rank: int, world_size: int, begun: bool) -> Report:
+    """The report of an exception on one of world_size processes.
+
+    begun: work had started, so that the error is not the user's input.
+    """
     code = WRONG_INPUT if isinstance(error, USER_ERRORS) and not begun else FAILED
     return Report(
         rank=rank,
@@ -62,6 +69,7 @@ def report_of(error: BaseException, *, rank: int, begun: bool) -> Report:
         code=code,
         traceback="".join(traceback.format_exception(error)),
         time=time.time(),
+        world_size=world_size,
     )
 
 
@@ -129,14 +137,24 @@ class FailureWatch:
         self._over.set()
         if error is None or isinstance(error, SystemExit | GeneratorExit):
             return
-        report = report_of(error, rank=self.rank, begun=self.directory.begun)
+        report = self._report(error, begun=self.directory.begun)
         first = self._agree(report, follows=isinstance(error, OtherRankFailed))
-        if first.rank == self.rank:
-            self.directory.record_error(asdict(first), since=self._started)
         log_traceback(error)
+        self._leave_word(first)
         if self._store is not None:
             self._wait_until_seen(self._store, first)
         raise RankFailure(first) from error
+
+    def _report(self, error: BaseException, *, begun: bool) -> Report:
+        return report_of(error, rank=self.rank, world_size=self.world_size, begun=begun)
+
+    def _leave_word(self, first: Report) -> None:
+        """Record our error, also another's that took itself for wrong input though the run has begun; of
+        wrong input before that, nothing is left behind."""
+        if first.code == WRONG_INPUT and not self.directory.begun:
+            discard_logs()
+        elif first.rank == self.rank or first.code == WRONG_INPUT:
+            self.directory.record_error(asdict(first), since=self._started)
 
     def _agree(self, mine: Report, *, follows: bool) -> Report:
         """The first error of all ranks: mine, unless another was quicker. follows: mine only tells of it."""
@@ -176,13 +194,15 @@ class FailureWatch:
                 if self._over.wait(self._grace):
                     return
                 message = f"lost the rendezvous store; its process has ended ({type(error).__name__})"
-                first = report_of(ConnectionError(message), rank=self.rank, begun=True)
+                first = self._report(ConnectionError(message), begun=True)
             else:
                 if first.rank == self.rank:
                     return
                 store.set(f"{self._seen}/{self.rank}", "")
                 self._wait_until_seen(store, first)
             logging.getLogger(__name__).error(first.line(), extra={"file_only": True})
+            if first.code == WRONG_INPUT:
+                self._leave_word(first)
             say(first)
             self._end(FAILED)
             return
@@ -198,16 +218,20 @@ def guarded(
     """Run `work` and give the exit code; an error becomes a clear line or two on stderr, never a traceback.
 
     error_file: where torchelastic wants the error (TORCHELASTIC_ERROR_FILE). 2: wrong input, found before any
-    work; 1: a failed run.
+    work; 1: a failed run, or a reader of the output that has gone (`| head`), of which nothing is said.
     """
     started = time.time()
     try:
-        return work()
+        code = work()
+        sys.stdout.flush()
+        return code
     except RankFailure as failure:
         report = failure.report
     except (Exception, KeyboardInterrupt) as error:
+        if isinstance(error, BrokenPipeError) and not reader_is_there():
+            return FAILED
         begun = directory is not None and directory.begun
-        report = report_of(error, rank=rank, begun=begun)
+        report = report_of(error, rank=rank, world_size=started_processes(rank), begun=begun)
         log_traceback(error)
     if directory is not None and report.rank == rank and report.code != WRONG_INPUT:
         directory.record_error(asdict(report), since=started)
@@ -215,6 +239,30 @@ def guarded(
         write_error_file(Path(error_file), report)
     say(report)
     return report.code
+
+
+def started_processes(rank: int) -> int:
+    """How many processes the environment speaks of, also where it is too broken for a placement."""
+    try:
+        return max(placement(os.environ).world_size, rank + 1)
+    except ValueError:
+        return rank + 1
+
+
+def reader_is_there() -> bool:
+    """Whether standard output can still be written; if not, what is left in it is thrown away."""
+    try:
+        number = sys.stdout.fileno()
+    except (OSError, ValueError):  # no file of the system
+        return True
+    watched = select.poll()
+    watched.register(number, 0)
+    if not any(event & (select.POLLERR | select.POLLHUP) for _, event in watched.poll(0)):
+        return True
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, number)  # the interpreter flushes once more at its end
+    os.close(nowhere)
+    return False
 
 
 def write_error_file(path: Path, report: Report) -> None:
@@ -230,7 +278,8 @@ def write_error_file(path: Path, report: Report) -> None:
 
 def say(report: Report) -> None:
     """The error in one write, so that lines of several processes do not mix."""
-    sys.stdout.flush()
+    if reader_is_there():
+        sys.stdout.flush()
     sys.stderr.write(report.text() + "\n")
     sys.stderr.flush()
     if sys.__stdout__ is not None and sys.__stdout__.isatty():

@@ -19,10 +19,13 @@ def pick_device(wanted: Literal["auto", "cpu", "cuda"], local_rank: int) -> torc
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     count = torch.cuda.device_count()
+    if count == 0:
+        raise ValueError("hardware=cuda: there is no GPU here; use hardware=cpu or hardware=auto")
     if local_rank >= count:
+        gpus, processes = ("1 GPU", "1 process") if count == 1 else (f"{count} GPUs", f"{count} processes")
         raise ValueError(
-            f"this node has {count} GPUs and its process {local_rank + 1} wants one of its own; start at "
-            f"most {count} processes a node, or use hardware=cpu"
+            f"this node has {gpus} and its process {local_rank + 1} wants one of its own; start at most "
+            f"{processes} a node, or use hardware=cpu"
         )
     return torch.device("cuda", local_rank)
 

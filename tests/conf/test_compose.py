@@ -192,7 +192,6 @@ def test_arguments_that_cannot_be_read(folder: Path, argument: str, message: str
     [
         (["experiment=broken"], ["broken.yaml", "line "]),
         (["name=${nowhere.to.find}"], ["nowhere"]),
-        (["~optim.precision"], ["optim.precision"]),
     ],
 )
 def test_errors_of_files_and_interpolations_are_one_line(
@@ -203,6 +202,15 @@ def test_errors_of_files_and_interpolations_are_one_line(
     assert is_composition_error(caught.value)
     message = composition_error(caught.value)
     assert "\n" not in message and all(part in message for part in parts)
+
+
+@pytest.mark.parametrize("argument", ["~optim.lr", "~optim", "~optim.lr=3", "~nothing"])
+def test_nothing_can_be_removed(folder: Path, argument: str) -> None:
+    key = argument.removeprefix("~").partition("=")[0]
+    with pytest.raises(
+        InvalidConfiguration, match=rf"^{key}: ~{key}: nothing can be removed, .*{key}=VALUE$"
+    ):
+        typed(folder, argument)
 
 
 def test_a_folder_that_is_none_is_refused(folder: Path) -> None:
@@ -248,7 +256,7 @@ def test_a_sweep_runs_every_combination(
         (2.0, "rope"),
         (2.0, "alibi"),
     ]
-    assert [path.name for path in tmp_path.iterdir() if path != folder] == ["runs"]
+    assert [path for path in tmp_path.iterdir() if path != folder] == []
 
 
 def test_nothing_is_written_by_composing(

@@ -1,6 +1,7 @@
 """One rank fails, all end, and all say why in their last line."""
 
 import json
+import logging
 import os
 import socket
 import subprocess
@@ -15,6 +16,7 @@ import torch.distributed as dist
 
 from launcher.config import Config
 from launcher.failure import FailureWatch, RankFailure, Report, guarded, report_of, write_error_file
+from launcher.log import logging_to
 from launcher.rundirectory import RunDirectory
 from parallel.errors import OtherRankFailed
 
@@ -50,14 +52,29 @@ def test_an_error_is_a_code_and_a_line(
     assert capsys.readouterr().err == line + "\n"
 
 
+def test_the_rank_is_said_where_there_are_several(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    assert guarded(lambda: raising(RuntimeError("a")), rank=0) == 1
+    monkeypatch.setenv("RANK", "0")
+    for world in ("1", "2"):
+        monkeypatch.setenv("WORLD_SIZE", world)
+        monkeypatch.setenv("MASTER_PORT", "1")
+        assert guarded(lambda: raising(RuntimeError("a")), rank=0) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == ["error: RuntimeError: a", "error: RuntimeError: a", "error on rank 0: RuntimeError: a"]
+
+
 def test_many_lines_end_with_the_first(capsys: pytest.CaptureFixture[str]) -> None:
     assert guarded(lambda: raising(ValueError("2 errors\n  a\n  b")), rank=0) == 2
-    assert capsys.readouterr().err == "2 errors\n  a\n  b\nerror on rank 0: 2 errors\n"
+    assert capsys.readouterr().err == "2 errors\n  a\n  b\nerror: 2 errors\n"
 
 
 def test_once_work_has_begun_no_error_is_the_users() -> None:
-    assert report_of(ValueError("x"), rank=0, begun=False).code == 2
-    assert report_of(ValueError("x"), rank=0, begun=True).code == 1
+    assert report_of(ValueError("x"), rank=0, world_size=1, begun=False).code == 2
+    assert report_of(ValueError("x"), rank=0, world_size=1, begun=True).code == 1
 
 
 def test_a_failed_run_leaves_its_error_and_status(tmp_path: Path) -> None:
@@ -78,7 +95,7 @@ def test_torchelastic_can_read_the_error_file(tmp_path: Path) -> None:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
     file = tmp_path / "error.json"
-    write_error_file(file, report_of(RuntimeError("no memory"), rank=3, begun=True))
+    write_error_file(file, report_of(RuntimeError("no memory"), rank=3, world_size=4, begun=True))
     failure = ProcessFailure(local_rank=3, pid=1, exitcode=1, error_file=str(file))
     assert failure.message["message"] == "error on rank 3: RuntimeError: no memory"
     assert failure.timestamp > 0
@@ -143,7 +160,7 @@ def test_an_error_that_tells_of_another_rank_waits_for_that_ranks_own(tmp_path: 
 
 
 def test_guarded_says_the_first_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    first = Report(rank=5, type="OSError", message="disk", code=1, traceback="", time=0.0)
+    first = Report(rank=5, type="OSError", message="disk", code=1, traceback="", time=0.0, world_size=6)
     directory = RunDirectory(tmp_path / "run")
     assert guarded(lambda: raising(RankFailure(first)), rank=2, directory=directory) == 1
     assert capsys.readouterr().err == "error on rank 5: OSError: disk\n"
@@ -162,8 +179,64 @@ def test_alone_no_store_is_needed(tmp_path: Path) -> None:
         raise AssertionError("no other process")
 
     lone = FailureWatch(connect, rank=0, world_size=1, directory=RunDirectory(tmp_path))
-    with pytest.raises(RankFailure, match="error on rank 0: boom"), lone:
+    with pytest.raises(RankFailure, match=r"^error: boom$"), lone:
         raise ValueError("boom")
+
+
+@pytest.mark.parametrize("before", [[], ["logs"], ["logs/rank-0.log"], ["config.yaml"]])
+def test_wrong_input_leaves_only_what_was_there(tmp_path: Path, before: list[str]) -> None:
+    directory = RunDirectory(tmp_path / "runs" / "a")
+    for name in before:
+        path = directory.path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("old\n") if path.suffix else path.mkdir()
+    lone = FailureWatch(lambda: raising(AssertionError()), rank=0, world_size=1, directory=directory)
+    with logging_to(directory.log_file(0), rank=1, level="info"):
+        logging.getLogger("launcher").info("looking")
+        with pytest.raises(RankFailure), lone:
+            raise ValueError("there is no such file")
+    files = [str(path.relative_to(directory.path)) for path in tmp_path.rglob("*") if path.is_file()]
+    assert files == [name for name in before if Path(name).suffix]
+    assert list(tmp_path.iterdir()) == ([tmp_path / "runs"] if files else []) or before == ["logs"]
+
+
+def test_wrong_input_on_another_rank_leaves_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    master, directory = store(0, master=True), RunDirectory(tmp_path / "run")
+    ended = threading.Event()
+    with (
+        logging_to(directory.log_file(0), rank=1, level="info"),
+        watch(master, 0, directory, end=lambda code: ended.set()),
+    ):
+        with pytest.raises(RankFailure), watch(master, 1, RunDirectory(directory.path)):
+            raise ValueError("too small")
+        assert ended.wait(20)
+    assert capsys.readouterr().err == "error on rank 1: too small\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_that_has_begun_is_failed_by_what_another_rank_took_for_wrong_input(tmp_path: Path) -> None:
+    master, directory = store(0, master=True), RunDirectory(tmp_path)
+    ended = threading.Event()
+    with watch(master, 0, directory, end=lambda code: ended.set()):
+        directory.begin(Config(), rank=0)
+        with pytest.raises(RankFailure), watch(master, 1, RunDirectory(tmp_path)):
+            raise ValueError("too small")
+        assert ended.wait(20)
+    status = directory.status()
+    assert status is not None and (status["state"], status["reason"]) == ("failed", "too small")
+
+
+@pytest.mark.parametrize("name", ["file/run", "file"])
+def test_a_run_directory_that_cannot_be_made_is_named(tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").write_text("")
+    place = tmp_path / name
+    with (
+        pytest.raises(ValueError, match=rf"^run\.dir: {place}/logs/rank-0\.log cannot be written \("),
+        logging_to(RunDirectory(place).log_file(0), rank=0, level="info"),
+    ):
+        pass
 
 
 HANGING = """
@@ -173,6 +246,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from launcher.failure import FailureWatch, guarded
+from launcher.log import logging_to
 from launcher.rundirectory import RunDirectory
 rank, port, path = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
 directory = RunDirectory(path)
