@@ -141,6 +141,17 @@ def test_a_full_disk_does_not_hide_the_error_that_was_first(
     assert capsys.readouterr().err.splitlines()[-1] == "error on rank 3: RuntimeError: boom"
 
 
+def test_a_file_system_without_links_takes_the_error_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "link", lambda *names: (_ for _ in ()).throw(PermissionError(errno.EPERM, "no")))
+    directory = RunDirectory(tmp_path)
+    assert directory.record_error(ERROR, since=0.0)
+    assert not directory.record_error({**ERROR, "message": "later"}, since=0.0)
+    assert [path.name for path in tmp_path.iterdir()] == ["error.json"]
+    assert json.loads(directory.error_file.read_text()) == ERROR
+
+
 def test_a_file_that_is_not_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     FullDisk(monkeypatch)
     with pytest.raises(OSError, match=rf"No space left on device: '{tmp_path}/status.json'"):

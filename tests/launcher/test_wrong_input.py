@@ -12,8 +12,10 @@ import torch
 from launcher import __main__ as command_line
 from parallel.start import pick_device
 from tests.launcher.test_command_line import ROOT, SMALL, calls
+from tests.launcher.test_train import BASE, place
+from tests.spawn import Ranks
 
-__all__ = ["calls"]
+__all__ = ["calls", "place"]
 
 
 @pytest.mark.parametrize(
@@ -117,3 +119,14 @@ def test_a_sweep_goes_on_after_a_member_that_fails(
     assert [path.name for path in runs.iterdir()] == ["tiny-stdlib-1"]
     error = json.loads((runs / "tiny-stdlib-1" / "error.json").read_text())
     assert (error["message"], error["code"]) == ("no memory", 1)
+
+
+def test_a_run_that_is_refused_leaves_no_directory(place: Path, ranks: Ranks) -> None:
+    """The data say what is wrong, after the processes have met and written into their logs."""
+    base = [*BASE[:-1], "run.timeout_seconds=60"]
+    (alone,) = ranks.launch(1, [*base, "run.name=narrow", "tokenizer.vocab_size=400"], place)
+    assert alone.code == 2 and alone.stderr.splitlines()[-1].startswith("error: ")
+    both = ranks.launch(2, [*base, "run.name=unlike"], place, rank_1=["optim.lr=0.5"])
+    assert both[1].code == 2 and "error on rank 1" in both[0].stderr
+    runs = place / "runs"
+    assert not runs.exists() or list(runs.iterdir()) == []
