@@ -33,8 +33,8 @@ def _life(rank: int, arguments: list[str], directory: str, port: int) -> None:
 
     torch.set_num_threads(1)
     finished = _command(rank, arguments, [], directory, port, WORLD)
-    # Another rank's death ends this one in an error; what it says is of no use, its code is.
-    os._exit(finished.code)
+    Path(directory, f"said-{rank}.txt").write_text(finished.stdout + finished.stderr)
+    os._exit(finished.code)  # an error when the other rank was killed
 
 
 @dataclass
@@ -117,7 +117,12 @@ def survive(kills: int, steps: int, place: Path, ranks: Ranks, seed: int) -> Non
         expected, before = newest(run), Life([], run).records
         life = start(arguments, place, run)
         # At the latest the third record comes after a save has begun; then any moment may be the last.
-        assert life.wait_for(before + draw.randint(1, 4)), f"seed {seed}, kill {number}: ended too early"
+        if not life.wait_for(before + draw.randint(1, 4)):
+            said = [
+                life.codes(),
+                *((place / f"said-{rank}.txt").read_text()[-2000:] for rank in range(WORLD)),
+            ]
+            pytest.fail(f"seed {seed}, kill {number}: ended too early: {said}")
         time.sleep(draw.uniform(0, 0.08))
         victims = life.processes if number % 2 else [draw.choice(life.processes)]
         for process in victims:
