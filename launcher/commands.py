@@ -46,7 +46,7 @@ COMMANDS: dict[str, Command] = {
             summary="build the tokenizer and the token files of a run, nothing else",
             config_name="prepare",
             root="launcher.config:Prepare",
-            function="launcher.run:prepare",
+            function="launcher.preparing:prepare",
             has_run=False,
         ),
         Command(

@@ -65,8 +65,6 @@ class Prepare:
 
     data: Data = setting(factory=Data, on_resume="free", help="what is read")
     tokenizer: TokenizerConfig = setting(factory=TokenizerConfig, on_resume="free", help="text to ids")
-    train: Train = setting(factory=Train, on_resume="free", help="train.seed is used")
-    run: Run = setting(factory=Run, on_resume="free", help="run.log_level is used")
     format: Format = setting("text", on_resume="free", help=FORMAT_HELP)
 
 
@@ -141,6 +139,12 @@ class Plan:
     precision: Literal["fp32", "bf16"]
     batches: Batches
     learning_rate: LearningRate
+
+    @property
+    def held_out_windows(self) -> int | None:
+        """Held-out sequences of each source that an evaluation takes; None: all."""
+        batches = self.config.evaluate.batches
+        return None if batches is None else batches * self.batches.global_batch
 
 
 def plan(tree: Config, *, world_size: int, cuda: bool) -> Plan:

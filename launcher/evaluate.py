@@ -16,16 +16,16 @@ class HeldOutLoss:
 
 
 def evaluate(
-    engine: Engine, held_out: HeldOut, *, micro_batch: int, batches: int | None
+    engine: Engine, held_out: HeldOut, *, micro_batch: int, windows: int | None
 ) -> HeldOutLoss | None:
-    """The loss on the first `batches` micro-batches of each data rank (None: all). Collective.
+    """The loss on the first `windows` held-out sequences of each source (None: all). Collective.
 
-    None when nothing is held out.
+    The same number at every layout and micro-batch. None when nothing is held out.
     """
     mesh = engine.mesh
     total, count, sources = 0.0, 0, {}
     for name in held_out.names:
-        rows = held_out.batches(micro_batch, batches, mesh.dp.rank, mesh.dp.size, source=name)
+        rows = held_out.batches(micro_batch, windows, mesh.dp.rank, mesh.dp.size, source=name)
         loss, tokens = engine.evaluate(list(rows))
         if tokens:
             sources[name] = loss / tokens

@@ -18,15 +18,16 @@ from checkpoints.manager import About, Manager, Restored, holds_run
 from checkpoints.snapshots import state_bytes
 from conf.schema import Difference, plain
 from launcher.cluster import Placement, placement
-from launcher.config import Config, Plan, Prepare, allowed, check_resume, check_same, plan
+from launcher.config import Config, Plan, allowed, check_resume, check_same, plan
 from launcher.failure import DONE, FailureWatch
 from launcher.hardware import peak_flops
 from launcher.log import logging_to
 from launcher.metrics import MetricsWriter
+from launcher.preparing import progress
 from launcher.rewind import Recorded, Rewinder, applied_again, recorded
 from launcher.rundirectory import RunDirectory, versions
-from launcher.telling import beginning, dry_run_text, ending, overridden, prepared_facts, prepared_text
-from launcher.train import Run
+from launcher.telling import beginning, dry_run_text, ended, ending, overridden
+from launcher.train import Outcome, Run
 from launcher.train import train as loop
 from megamodel.accounting import flops_per_token
 from megamodel.data.batch import Batch, Cursor
@@ -46,13 +47,6 @@ from parallel.start import connect, pick_device, start, stop, wait_for_main
 from parallel.tensor import TensorParallel, VocabularyShard
 
 log = logging.getLogger(__name__)
-
-
-def prepare(config: Prepare) -> int:
-    """The command `prepare`: tokenizer and token files."""
-    prepared = prepare_data(config.data, config.tokenizer, progress=_progress())
-    print(prepared_text(prepared) if config.format == "text" else json.dumps(prepared_facts(prepared)))
-    return DONE
 
 
 def train(config: Config) -> int:
@@ -111,7 +105,7 @@ def _joined(place: Placement, config: Config, device: torch.device) -> Iterator[
         yield
     finally:
         # After an error others may be gone, and leaving a NCCL group would wait for them.
-        if sys.exc_info()[0] is None:
+        if sys.exc_info()[0] is None or device.type == "cpu":
             stop()
 
 
@@ -175,8 +169,20 @@ def _train(settled: Plan, mesh: Mesh, directory: RunDirectory, deadline: float |
     if mesh.is_main:
         state = "stopped" if outcome.stopped_by else "finished"
         directory.set_status(state, reason=outcome.stopped_by or "", step=outcome.cursor.step)
-        print(ending(settled, prepared, held_out, outcome, checkpoints))
+        _tell(settled, prepared, held_out, outcome, checkpoints)
     exchange.everyone(None)  # leave together
+
+
+def _tell(
+    settled: Plan, prepared: Prepared, held_out: HeldOut, outcome: Outcome, checkpoints: Manager
+) -> None:
+    """What the run came to. It is over and saved: what goes wrong here does not make it a failed one."""
+    try:
+        facts = ended(settled, prepared, held_out, outcome, checkpoints)
+    except Exception as error:
+        log.warning(f"the end of the run could not be told ({type(error).__name__}: {error})", exc_info=True)
+        return
+    print(json.dumps(facts) if settled.config.format == "json" else ending(facts))
 
 
 def _events(directory: RunDirectory) -> list[tuple]:
@@ -196,6 +202,7 @@ def _metrics(
         segment=int(restored.extra.get("segment", 0)) if restored else 0,
         resumed=restored is not None,
         log_every=settled.config.run.log_every,
+        stream=sys.stderr if settled.config.format == "json" else None,
     )
 
 
@@ -229,7 +236,7 @@ def build_engine(settled: Plan, mesh: Mesh) -> Engine:
 def _prepared(config: Config, mesh: Mesh, exchange: Exchange) -> Prepared:
     """The main rank builds what is missing, the others wait; then each opens it, and all must agree."""
     if mesh.is_main:
-        prepare_data(config.data, config.tokenizer, progress=_progress())
+        prepare_data(config.data, config.tokenizer, progress=progress())
     # Waiting on the store has no time limit of the group's: a large corpus takes hours.
     wait_for_main(mesh, "megamodel/prepared")
     prepared = prepare_data(config.data, config.tokenizer)
@@ -336,16 +343,3 @@ def _library_versions() -> dict[str, str]:
 
 def _cores() -> int:
     return len(os.sched_getaffinity(0))
-
-
-def _progress() -> Callable[[str, int], None]:
-    """Tells how far the tokenising is, about every ten million tokens."""
-    told = 0
-
-    def tell(source: str, tokens: int) -> None:
-        nonlocal told
-        if tokens - told >= 10_000_000:
-            told = tokens
-            log.info(f"tokenised {tokens:,} tokens of {source}")
-
-    return tell

@@ -129,7 +129,9 @@ class Evaluate:
         100, on_resume="free", help="evaluate when the step reaches a multiple; 0 = only at the end"
     )
     batches: int | None = setting(
-        20, on_resume="free", help="micro-batches of each data-parallel rank; null: all, 0: never evaluate"
+        20,
+        on_resume="free",
+        help="held-out sequences of each source, in global batches of sequences; null: all, 0: never",
     )
 
     def __post_init__(self) -> None:

@@ -19,7 +19,7 @@ from megamodel.data.baselines import baselines
 from megamodel.data.batch import Cursor
 from megamodel.data.held_out import HeldOut
 from megamodel.data.loader import next_samples
-from megamodel.data.prepared import Prepared
+from megamodel.data.prepared import LEFT_OUT, Prepared
 from megamodel.generate import generate
 from megamodel.model import Transformer
 from parallel.engine import StepResult
@@ -28,6 +28,7 @@ from parallel.mesh import Mesh
 MOST_SAMPLE_PARAMETERS = 1_000_000_000  # larger models are not loaded into one process to write a text
 MOST_BASELINE_TOKENS = 50_000_000  # the bigram model counts all pairs of the training tokens
 SAMPLE_SECONDS = 30.0
+BASELINES = {"unigram entropy": "unigram_entropy", "bigram baseline": "bigram_cross_entropy"}
 
 
 def beginning(
@@ -58,6 +59,7 @@ def beginning(
                 f"{config.model.vocab_size}, {settled.precision}"
             ),
             f"data    {train:,} training tokens, {held_out:,} held out, {isolated}",
+            *_left_out(prepared),
             (
                 f"batch   {batch.global_batch} sequences of {config.train.sequence_length} tokens = "
                 f"micro-batch {settled.batches.micro_batch} x accumulation {batch.accumulation} x "
@@ -67,6 +69,17 @@ def beginning(
             _copies(config, host_bytes),
         )
     )
+
+
+def _left_out(prepared: Prepared) -> list[str]:
+    """The records that did not become documents, counted, with examples; nothing when there are none."""
+    report = prepared.report
+    if report.skipped + report.rejected == 0:
+        return []
+    counts = f"{report.lines:,} = written {report.written:,} + skipped {report.skipped:,}"
+    where = f"all that are left out: {prepared.directory / LEFT_OUT}"
+    line = f"records {counts} + rejected {report.rejected:,}; {where}"
+    return [line, *[f"  {example}" for example in report.examples]]
 
 
 def _copies(config: Config, host_bytes: int) -> str:
@@ -127,66 +140,95 @@ def dry_run_text(
     )
 
 
-def ending(
+def ended(
     settled: Plan, prepared: Prepared, held_out: HeldOut, outcome: Outcome, checkpoints: Manager
-) -> str:
-    """How it went against the baselines, a text that the model wrote, where everything is."""
-    lines = []
+) -> dict[str, Any]:
+    """How it went, as plain JSON: state, step, stopped_by, run_dir, checkpoint, held_out by source, sample.
+
+    held_out: {loss, tokens, unigram_entropy, bigram_cross_entropy}, the baselines on the same tokens and
+    absent for a corpus that is too large to count pairs of.
+    """
+    checkpoint = checkpoints.latest()
+    facts: dict[str, Any] = {
+        "state": "stopped" if outcome.stopped_by else "finished",
+        "step": outcome.cursor.step,
+        "stopped_by": outcome.stopped_by,
+        "run_dir": str(settled.directory),
+        "checkpoint": None if checkpoint is None else str(checkpoint),
+        "held_out": {},
+        "sample": None,
+    }
     if outcome.stopped_by:
-        lines.append(
-            f"stopped by {outcome.stopped_by} at step {outcome.cursor.step}; the same command goes on"
-        )
-    else:
-        lines.append(f"finished at step {outcome.cursor.step}")
-        if outcome.held_out is not None:
-            lines += compared(settled, prepared, held_out, outcome.held_out)
-        checkpoint = checkpoints.latest()
-        if checkpoint is not None:
-            lines += sample(settled.config, prepared, checkpoint, checkpoints.files)
-    lines.append(f"run directory  {settled.directory}")
-    lines.append(f"curves         tensorboard --logdir {settled.directory / 'tensorboard'}")
+        return facts
+    if outcome.held_out is not None:
+        facts["held_out"] = compared(settled, prepared, held_out, outcome.held_out)
+    if checkpoint is not None:
+        facts["sample"] = sample(settled.config, prepared, checkpoint, checkpoints.files)
+    return facts
+
+
+def ending(facts: dict[str, Any]) -> str:
+    """The same for people: against the baselines, a text that the model wrote, where everything is."""
+    lines = [f"finished at step {facts['step']}"]
+    if facts["stopped_by"]:
+        lines = [f"stopped by {facts['stopped_by']} at step {facts['step']}; the same command goes on"]
+    for name, found in facts["held_out"].items():
+        what = f"held-out loss{f' of {name}' if len(facts['held_out']) > 1 else ''}"
+        lines.append(f"{what} {found['loss']:.4f} nats per token, on {found['tokens']:,} tokens")
+        for words, key in (
+            ("unigram entropy", "unigram_entropy"),
+            ("bigram baseline", "bigram_cross_entropy"),
+        ):
+            if key in found:
+                gap = found[key] - found["loss"]
+                side = "below" if gap > 0 else "above"
+                lines.append(f"  {words} {found[key]:.4f}: the model is {abs(gap):.4f} {side}")
+    if facts["sample"] is not None:
+        lines += ["a text that it wrote:", "", facts["sample"], ""]
+    lines.append(f"run directory  {facts['run_dir']}")
+    lines.append(f"curves         tensorboard --logdir {Path(facts['run_dir']) / 'tensorboard'}")
     return "\n".join(lines)
 
 
-def compared(settled: Plan, prepared: Prepared, held_out: HeldOut, loss: HeldOutLoss) -> list[str]:
-    """The held-out loss beside both baselines on the same held-out tokens, for each source."""
-    batches = settled.config.evaluate.batches
-    windows = None if batches is None else batches * settled.batches.micro_batch * settled.data_size
-    lines = []
+def compared(
+    settled: Plan, prepared: Prepared, held_out: HeldOut, loss: HeldOutLoss
+) -> dict[str, dict[str, float]]:
+    """The held-out loss of each source beside both baselines on the same held-out tokens."""
+    facts: dict[str, dict[str, float]] = {}
     for name, value in loss.sources.items():
-        what = f"held-out loss{f' of {name}' if len(loss.sources) > 1 else ''}"
+        facts[name] = {"loss": value, "tokens": loss.tokens}
         if prepared.train[name].count > MOST_BASELINE_TOKENS:
-            lines.append(f"{what} {value:.4f} nats per token")
             continue
         found = baselines(
             prepared,
             held_out,
             isolate_documents=settled.config.data.isolate_documents,
-            windows=windows,
+            windows=settled.held_out_windows,
             source=name,
         )
-        lines.append(f"{what} {value:.4f} nats per token, on {found.tokens:,} tokens")
-        for baseline, nats in (
-            ("unigram entropy", found.unigram_entropy),
-            ("bigram baseline", found.bigram_cross_entropy),
-        ):
-            side = "below" if value < nats else "above"
-            lines.append(f"  {baseline} {nats:.4f}: the model is {abs(nats - value):.4f} {side}")
-    return lines
+        facts[name] |= {
+            "tokens": found.tokens,
+            "unigram_entropy": found.unigram_entropy,
+            "bigram_cross_entropy": found.bigram_cross_entropy,
+        }
+    return facts
 
 
-def sample(config: Config, prepared: Prepared, checkpoint: Path, files: Files) -> list[str]:
-    """A text that the saved model wrote, computed in this process on the CPU."""
+def sample(config: Config, prepared: Prepared, checkpoint: Path, files: Files) -> str | None:
+    """A text that the saved model wrote, computed in this process on the CPU.
+
+    None where none is asked for, where there is no tokenizer to write it with, and for a model that is too
+    large to be loaded into the main process.
+    """
     settings = config.sample
-    if settings.max_tokens == 0:
-        return []
-    if parameter_count(config.model) > MOST_SAMPLE_PARAMETERS:
-        return ["no sample: the model is too large to be loaded into the main process"]
+    readable = prepared.tokenizer_path is not None
+    if not settings.max_tokens or not readable or parameter_count(config.model) > MOST_SAMPLE_PARAMETERS:
+        return None
     model = Transformer(config.model, seed=config.train.seed)
     load_weights(checkpoint, model, files=files)
     tokenizer = prepared.tokenizer
     prompt = [tokenizer.bos_id if tokenizer.bos_id is not None else tokenizer.eos_id]
-    prompt += tokenizer.encode(settings.prompt)
+    prompt += tokenizer.encode(settings.prompt) if settings.prompt else []
     written: list[int] = []
     deadline = time.monotonic() + SAMPLE_SECONDS
     for token in generate(
@@ -203,40 +245,4 @@ def sample(config: Config, prepared: Prepared, checkpoint: Path, files: Files) -
         written.append(token)
         if time.monotonic() > deadline:
             break
-    return ["a text that it wrote:", "", settings.prompt + tokenizer.decode(written), ""]
-
-
-def prepared_facts(prepared: Prepared) -> dict[str, Any]:
-    """What `prepare` made, as plain JSON."""
-    report = prepared.report
-    return {
-        "directory": str(prepared.directory),
-        "digest": prepared.digest,
-        "tokenizer": prepared.tokenizer.hash,
-        "vocab_size": prepared.tokenizer.vocab_size,
-        "train_tokens": {name: corpus.count for name, corpus in prepared.train.items()},
-        "held_out_tokens": {name: corpus.count for name, corpus in prepared.held_out.items()},
-        "records": report.lines,
-        "written": report.written,
-        "skipped": report.skipped,
-        "rejected": report.rejected,
-        "reasons": report.reasons,
-        "examples": report.examples,
-    }
-
-
-def prepared_text(prepared: Prepared) -> str:
-    """The same for people."""
-    report = prepared.report
-    lines = [
-        f"prepared in {prepared.directory}",
-        (
-            f"records  {report.lines:,} = written {report.written:,} + skipped {report.skipped:,} + rejected "
-            f"{report.rejected:,}"
-        ),
-    ]
-    for name, corpus in prepared.train.items():
-        lines.append(f"{name}  {corpus.count:,} training tokens, {prepared.held_out[name].count:,} held out")
-    lines += [f"  {reason}: {count:,}" for reason, count in sorted(report.reasons.items())]
-    lines += [f"  {example}" for example in report.examples]
-    return "\n".join(lines)
+    return settings.prompt + tokenizer.decode(written)

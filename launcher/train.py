@@ -170,7 +170,7 @@ def _evaluate(run: Run, record: dict[str, Any]) -> HeldOutLoss | None:
         run.engine,
         run.held_out,
         micro_batch=run.plan.batches.micro_batch,
-        batches=settings.batches,
+        windows=run.plan.held_out_windows,
     )
     if loss is not None:
         record["loss/eval"] = loss.mean

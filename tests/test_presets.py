@@ -14,7 +14,10 @@ from launcher.replay import Replay
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
 PRESETS = sorted(path for path in CONF.rglob("*.yaml") if path.parent != CONF)
-NEEDS = {  # presets that ask for a value of the user's
+NEEDS = {
+    "data/mixture": [
+        "data.mixture={code: {kind: stdlib, weight: 1}}"
+    ],  # presets that ask for a value of the user's
     "data/files": ["data.paths=[x.txt]"],
     "tokenizer/file": ["tokenizer.path=tokenizer.json"],
     "tokenizer/ids": ["tokenizer.vocab_size=2048", "tokenizer.eos_id=0"],

@@ -48,23 +48,26 @@ class HeldOut:
     def batches(
         self,
         micro_batch: int,
-        count_limit: int | None = None,
+        limit: int | None = None,
         data_rank: int = 0,
         data_size: int = 1,
         *,
         source: str | None = None,
     ) -> Iterator[Batch]:
-        """Micro-batches of one data rank, at most count_limit (None: all), equally many on every rank.
+        """Micro-batches of one data rank over the first `limit` windows (None: all), equally many on each.
 
         Row r of micro-batch m on data rank d is window (m data_size + d) micro_batch + r of the fixed order;
-        rows past the end have no counted target. source None: the only one.
+        rows past the end or the limit have no counted target, so that every layout counts the same windows.
+        source None: the only one.
         """
         windows = self._windows[self._only(source)]
-        needed = -(-windows.count // (micro_batch * data_size))
-        for number in range(needed if count_limit is None else min(needed, count_limit)):
+        total = windows.count if limit is None else min(limit, windows.count)
+        for number in range(-(-total // (micro_batch * data_size))):
             first = (number * data_size + data_rank) * micro_batch
             places = np.arange(first, first + micro_batch, dtype=np.int64)
-            yield batch(*windows.rows(self._ordered(windows, places)), places)
+            tokens, targets, positions = windows.rows(self._ordered(windows, places))
+            targets[places >= total] = IGNORE
+            yield batch(tokens, targets, positions, places)
 
     def pairs(self, count: int | None = None, *, source: str | None = None) -> tuple[np.ndarray, np.ndarray]:
         """(token, target) of every counted target in the first `count` windows of the fixed order."""

@@ -14,7 +14,7 @@ from typing import Any
 from megamodel.data.blocks import Block, blocks
 from megamodel.data.config import Data, SourceConfig
 from megamodel.data.encode import SIDES, Job, Pool, Result, Split, token_type
-from megamodel.data.prepared import FORMAT, MANIFEST, Plan, Prepared, Report, open_directory, plan
+from megamodel.data.prepared import FORMAT, LEFT_OUT, MANIFEST, Plan, Prepared, Report, open_directory, plan
 from megamodel.data.records import Document, Left, records
 from megamodel.data.sources import SourceFile
 from megamodel.data.tokens import CorpusWriter
@@ -81,7 +81,7 @@ def _build(
     path = _tokenizer_file(directory, planned, sources, setting, split)
     tokenizer = load(path, setting)
     job = Job(None if path is None else str(path), setting, split, data.allow_special)
-    report = _ReportWriter(directory / "left_out.jsonl")
+    report = _ReportWriter(directory / LEFT_OUT)
     written: dict[str, Any] = {}
     with Pool(job, workers) as pool:
         for name, source in sources.items():

@@ -240,8 +240,8 @@ def test_held_out_windows_count_each_token_once_on_all_ranks_together(
 
 def test_held_out_windows_come_in_one_order_and_the_limit_counts_micro_batches(made: Corpus) -> None:
     held = HeldOut({"made": made}, sequence_length=S, isolate_documents=True, vocab_size=VOCABULARY)
-    wide = list(held.batches(8, 2))
-    ranks = [list(held.batches(2, 4, rank, 2)) for rank in range(2)]
+    wide = list(held.batches(8, 16))
+    ranks = [list(held.batches(2, 16, rank, 2)) for rank in range(2)]
     assert [len(wide), len(ranks[0]), len(ranks[1])] == [2, 4, 4]
     merged = torch.cat([part.tokens for pair in zip(*ranks, strict=True) for part in pair])
     assert torch.equal(torch.cat([part.tokens for part in wide]), merged)

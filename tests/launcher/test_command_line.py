@@ -29,8 +29,10 @@ def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
     reached: list[Any] = []
     module = ModuleType("launcher.run")
     module.train = lambda tree: reached.append(tree) or 0  # type: ignore[attr-defined]
-    module.prepare = lambda tree: reached.append(tree) or 0  # type: ignore[attr-defined]
+    preparing = ModuleType("launcher.preparing")
+    preparing.prepare = lambda tree: reached.append(tree) or 0  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "launcher.run", module)
+    monkeypatch.setitem(sys.modules, "launcher.preparing", preparing)
     monkeypatch.chdir(tmp_path)
     for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_ERROR_FILE"):
         monkeypatch.delenv(name, raising=False)

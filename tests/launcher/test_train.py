@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -158,6 +159,10 @@ def test_resumed_at_another_layout_it_follows_the_same_curve(
             assert ours[step]["loss/train"] == pytest.approx(theirs[step]["loss/train"], rel=1e-5)
             assert ours[step]["norm/grad"] == pytest.approx(theirs[step]["norm/grad"], rel=1e-4)
             assert ours[step]["tokens/total"] == theirs[step]["tokens/total"]
+        evaluated = {step: line["loss/eval"] for step, line in theirs.items() if "loss/eval" in line}
+        assert evaluated.keys() == {4, 8, 12}
+        for step in (8, 12):  # the same held-out sequences, whatever the layout
+            assert ours[step]["loss/eval"] == pytest.approx(evaluated[step], rel=1e-5)
 
 
 def test_a_finished_run_says_so_and_changes_nothing(straight: Path, place: Path, ranks: Ranks) -> None:
@@ -206,6 +211,45 @@ def test_a_dry_run_builds_everything_and_writes_nothing(place: Path, ranks: Rank
     assert [result.code for result in results] == [0, 0]
     assert "one forward and backward pass" in results[0].stdout
     assert not (place / "runs" / "dry").exists()
+
+
+def test_ready_tokens_without_a_tokenizer_are_trained_on(place: Path, ranks: Ranks) -> None:
+    """No text can be written at the end; the run is finished all the same."""
+    ids = np.random.default_rng(1).integers(1, 300, 3000).astype(np.uint32)
+    ids[::97] = 0
+    np.save(place / "ids.npy", ids)
+    source = ["data.paths=[ids.npy]", "tokenizer=ids", "tokenizer.vocab_size=300", "tokenizer.eos_id=0"]
+    base = [a for a in BASE[:-1] if not a.startswith(("data.paths", "tokenizer."))]
+    (finished,) = ranks.launch(1, [*base, *source, "run.name=ids", "format=json"], place)
+    assert finished.code == 0, finished.stderr
+    facts = json.loads(finished.stdout)
+    assert (facts["state"], facts["step"], facts["sample"]) == ("finished", STEPS, None)
+    assert facts["held_out"]["files"]["unigram_entropy"] > 0
+    assert json.loads((place / "runs" / "ids" / "status.json").read_text())["state"] == "finished"
+
+
+def test_a_mixture_feeds_its_own_sources_alone_and_evaluates_each(place: Path, ranks: Ranks) -> None:
+    for name, word in (("left", "one two three "), ("right", "red green blue ")):
+        (place / name).mkdir()
+        for number in range(4):
+            (place / name / f"{number}.txt").write_text(f"{number} " + word * (60 + number))
+    mixture = "data.mixture={a: {paths: [left], weight: 0.75}, b: {paths: [right], weight: 0.25}}"
+    base = [a for a in BASE[:-1] if not a.startswith("data.paths") and a != "data=files"]
+    (finished,) = ranks.launch(1, [*base, "data=mixture", mixture, "run.name=mixed"], place)
+    assert finished.code == 0, finished.stderr
+    last = lines(place / "runs" / "mixed")[-1]
+    assert {name for name in last if name.startswith("loss/eval/")} == {"loss/eval/a", "loss/eval/b"}
+
+
+def test_records_that_are_left_out_are_told_with_their_line(place: Path, ranks: Ranks) -> None:
+    good = [json.dumps({"text": f"number {n} " + "word " * 50}) for n in range(12)]
+    (place / "some.jsonl").write_text("\n".join([*good[:3], '{"text": 7}', *good[3:]]) + "\n")
+    base = [a for a in BASE[:-1] if not a.startswith("data.paths")]
+    arguments = [*base, "data.paths=[some.jsonl]", "run.name=told", "train.steps=2"]
+    (finished,) = ranks.launch(1, arguments, place)
+    assert finished.code == 0, finished.stderr
+    assert "records 13 = written 12 + skipped 0 + rejected 1" in finished.stdout
+    assert "some.jsonl:4" in finished.stdout
 
 
 def test_a_vocabulary_that_is_too_small_for_the_data_is_refused(place: Path, ranks: Ranks) -> None:

@@ -5,12 +5,13 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from conf.typed import parse
 from megamodel.config import Model
 from megamodel.data.batch import IGNORE, Batch
 from megamodel.dropout import Clock
-from megamodel.loss import Loss, cross_entropy
+from megamodel.loss import Loss
 from megamodel.model import Transformer, layers
 from parallel.engine import Engine, Signals
 from parallel.mesh import build_mesh
@@ -209,12 +210,13 @@ def one_process(case: Case) -> dict[str, Any]:
         batch = global_batch(case, step)
         model.clock.step = step
         logits = model(batch.tokens, batch.positions, batch.samples)
-        loss, log_z, _ = cross_entropy(logits, batch.targets)
         count = batch.valid_tokens
+        loss = F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), reduction="sum")
+        log_z = logits.logsumexp(-1)[batch.targets != IGNORE]
         z_loss = case.z_loss * log_z.square().sum() / count
-        (loss.sum() / count + z_loss).backward()
+        (loss / count + z_loss).backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), case.clip)
-        out["loss"].append(float(loss.detach().sum() / count))
+        out["loss"].append(float(loss.detach() / count))
         out["z_loss"].append(float(z_loss.detach()))
         out["norm"].append(float(norm))
         if step == case.skip_at:
@@ -225,8 +227,9 @@ def one_process(case: Case) -> dict[str, Any]:
     model.eval()
     batch = global_batch(case, 99)
     with torch.no_grad():
-        loss, _, _ = cross_entropy(model(batch.tokens, batch.positions), batch.targets)
-    out["evaluation"] = (float(loss.sum()), batch.valid_tokens)
+        logits = model(batch.tokens, batch.positions)
+        loss = F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), reduction="sum")
+    out["evaluation"] = (float(loss), batch.valid_tokens)
     out["state"] = {}
     for parameter in model.parameters():
         moments = optimizer.state[parameter]
