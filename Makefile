@@ -30,8 +30,8 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[test]'
 	@touch $@
 
-train: $(READY) ## train the demo model, or what ARGS="key=value ..." asks for
-	$(BIN)/python -m launcher train $(ARGS)
+train: $(READY) ## train the demo model, or what ARGS="key=value ..." asks for instead
+	$(BIN)/python -m launcher train $(or $(ARGS),experiment=demo)
 
 prepare: $(READY) ## build tokenizer and token files only; ARGS="data=files data.paths=[...]"
 	$(BIN)/python -m launcher prepare $(ARGS)

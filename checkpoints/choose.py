@@ -33,11 +33,10 @@ def condemned(cursor: Cursor, rewinds: Iterable[Rewind]) -> bool:
     return any(cursor.step > r.snapshot_step and cursor.attempt <= r.attempt for r in rewinds)
 
 
-def look(files: Files, directory: Path, resume: str, rewinds: Iterable[Rewind]) -> Choices:
-    """What `resume` (auto or a path) means; ValueError when a path is no checkpoint and holds none."""
+def look(files: Files, directory: Path, resume: str, path: Path, rewinds: Iterable[Rewind]) -> Choices:
+    """What `resume` means: auto in `directory`, or `path`; ValueError when that holds no checkpoint."""
     if resume == "auto":
         return newest(files, directory, rewinds)
-    path = Path(resume)
     names = files.names(path)
     if manifests.NAME in names:
         checksum = manifests.read(files, path)[1]

@@ -19,7 +19,17 @@ class Sink(Protocol):
 
 
 class Files(Protocol):
-    """A file system."""
+    """A file system, or an object store."""
+
+    @property
+    def renames(self) -> bool:
+        """Whether `rename` takes a whole directory at once; else the manifest completes a checkpoint."""
+        ...
+
+    @property
+    def whole(self) -> bool:
+        """Whether a file appears at once with `close` after `sync`, in the place of one of its name."""
+        ...
 
     def names(self, directory: Path) -> list[str]:
         """Entries of a directory, sorted; empty when there is no such directory."""
@@ -85,7 +95,13 @@ class LocalSink:
 
 
 class LocalFiles:
-    """Files of the operating system."""
+    """Files of the operating system. renames: False where directories cannot be renamed (mounted buckets)."""
+
+    whole = False
+    renames = True
+
+    def __init__(self, *, renames: bool = True) -> None:
+        self.renames = renames
 
     def names(self, directory: Path) -> list[str]:
         try:
@@ -150,6 +166,24 @@ def write_durably(files: Files, path: Path, data: bytes) -> None:
         sink.sync()
     finally:
         sink.close()
+
+
+def put(files: Files, path: Path, data: bytes) -> None:
+    """A small file in the place of one of its name, durable with its name: a reader sees the old or the new.
+
+    Where the system cannot rename over a file the old one goes first: for a moment there is none.
+    """
+    if files.whole:
+        write_durably(files, path, data)
+        return
+    fresh = path.with_name(path.name + ".writing")
+    write_durably(files, fresh, data)
+    try:
+        files.replace(fresh, path)
+    except FileExistsError:
+        files.remove(path)
+        files.rename(fresh, path)
+    files.sync_directory(path.parent)
 
 
 def remove_tree(files: Files, path: Path, *, first: str = "") -> None:

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,11 @@ from checkpoints import manifest as manifests
 from checkpoints.choose import Choices, Rewind
 from checkpoints.config import Checkpoint
 from checkpoints.files import Files, LocalFiles
-from checkpoints.manifest import BLOCK_BYTES, Damaged, Entry, FileSum, Manifest
-from checkpoints.snapshots import Ring, Slot, Snapshot, Writer, collect
+from checkpoints.keeping import kept
+from checkpoints.manifest import BLOCK_BYTES, Entry, FileSum, Manifest
+from checkpoints.objects import place
+from checkpoints.reading import Reading
+from checkpoints.snapshots import Ring, Slot, Snapshot, Writer, collect, plain_json, state_bytes
 from checkpoints.state import Engine, parts
 from checkpoints.store import Found
 from megamodel.data.batch import Cursor
@@ -52,14 +55,36 @@ class Rewound:
     source: str
 
 
-def holds_run(run_dir: Path) -> bool:
-    """Whether a run has left anything in a directory that a fresh run would mix with."""
-    files = LocalFiles()
-    names = set(files.names(run_dir))
+@dataclass(frozen=True)
+class Written:
+    """A save that is complete."""
+
+    path: Path
+    seconds: float  # from the first file to the pointer
+    bytes: int  # of all ranks; 0 on ranks that do not know
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What has happened on this rank since last asked. stall_seconds: how long training stood still."""
+
+    stall_seconds: float | None
+    written: list[Written]
+
+
+def where(run_dir: Path, config: Checkpoint) -> tuple[Files, Path]:
+    """The file system and the directory of a run's checkpoints."""
+    return place(config.store or str(run_dir / "checkpoints"), renames=config.commit == "rename")
+
+
+def holds_run(run_dir: Path, config: Checkpoint) -> bool:
+    """Whether a run has left anything that a fresh run would mix with."""
+    files, directory = where(run_dir, config)
+    names = set(LocalFiles().names(run_dir))
     return bool(
         names & {"metrics.jsonl", "events.jsonl", "status.json"}
-        or store.steps(files, run_dir / "checkpoints")
-        or store.scan(files, run_dir / "checkpoints")[0]
+        or store.steps(files, directory)
+        or store.scan(files, directory)[0]
     )
 
 
@@ -67,12 +92,20 @@ def _silent(message: str) -> None:
     pass
 
 
-class Manager:
-    """Checkpoints in run_dir/checkpoints. Every method but `latest`, `wait` and `check` is a collective.
+def _unannounced(rewound: Rewound) -> None:
+    pass
 
-    say: receives lines for the log, on rank 0 only. background: save from a copy while training goes on, in
-    host memory for one copy of the state; then the loop calls `check` each step and `wait` at its end.
-    snapshots: how many copies `snapshot` keeps, in as much host memory. files, exchange: the outside world.
+
+HELD_OUT_LOSS = "held_out_loss"  # in `extra`: the loss that `keep_best` compares, where it was taken
+
+
+class Manager:
+    """Checkpoints of one run. All methods but `latest`, `wait`, `check`, `take`, `host_bytes` are collective.
+
+    say: receives lines for the log, on rank 0 only. With config.background a save is written from a copy
+    while training goes on; then the loop calls `check` each step and `wait` at its end. Of two saves the
+    second waits until the first is complete, and so does everything that reads. exchange: of its own, its
+    thread uses it.
     """
 
     def __init__(
@@ -85,25 +118,40 @@ class Manager:
         say: Callable[[str], None] = _silent,
         files: Files | None = None,
         exchange: Exchange | None = None,
-        background: bool = False,
-        snapshots: int = 0,
         block_bytes: int = BLOCK_BYTES,
     ) -> None:
-        self.directory = run_dir / "checkpoints"
+        found, self.directory = where(run_dir, config)
         self._config, self._mesh, self._about = config, mesh, about or About()
-        self._files: Files = files or LocalFiles()
+        self.files: Files = files or found
         self._exchange = exchange or exchange_over(mesh.world)
         self._say = say if self._exchange.rank == 0 else _silent
+        self._reading = Reading(self.files, self._exchange, self._say)
         self._block_bytes = block_bytes
         manifests.canonical(asdict(self._about))
-        self._slot, self._writer = Slot() if background else None, Writer()
-        self._ring = Ring(snapshots)
+        self._slot, self._writer = Slot() if config.background else None, Writer()
+        self._ring = Ring(config.snapshots if config.snapshot_every else 0)
+        self._source: Snapshot | None = None  # of the save that is being written
+        self._losses: dict[int, float | None] = {}  # held-out loss of saved steps, as far as known
+        self._stall: float | None = None
+        self._written: list[Written] = []
         self.stall_seconds = 0.0  # how long the last `save` held up the training
         self.write_seconds = 0.0  # how long the last write took, from the first file to the pointer
 
+    def host_bytes(self, engine: Engine) -> int:
+        """The most host memory that copies of this rank's state take."""
+        ring = self._config.snapshots if self._config.snapshot_every else 0
+        return state_bytes(engine) * (ring + self._config.background)
+
+    def take(self) -> Costs:
+        """What checkpoints have cost on this rank since the last call, and what has been completed."""
+        stall, self._stall = self._stall, None
+        done = self._written[:]  # the thread may add to it meanwhile
+        del self._written[: len(done)]
+        return Costs(stall, done)
+
     def latest(self) -> Path | None:
         """The checkpoint that the pointer names, on this rank."""
-        return store.latest(self._files, self.directory)
+        return store.latest(self.files, self.directory)
 
     def save(
         self, engine: Engine, cursor: Cursor, extra: dict[str, Any], *, protect: Iterable[int] = ()
@@ -117,13 +165,19 @@ class Manager:
         """
         start = time.perf_counter()
         self.wait()
-        snapshot = collect(engine, cursor, extra, self._slot)
+        held = self._ring.at(cursor) if self._slot else None
+        if held:  # the copy in the ring serves both
+            snapshot = replace(held, extra=plain_json(extra))
+        else:
+            snapshot = collect(engine, cursor, extra, self._slot)
+        self._source = held
         stay = list(protect)
         if self._slot:
             self._writer.start(lambda: self._write(snapshot, stay))
         else:
             self._write(snapshot, stay)
         self.stall_seconds = time.perf_counter() - start
+        self._stall = self.stall_seconds + (self._stall or 0.0)
         return self.directory / store.step_name(cursor.step)
 
     def wait(self) -> None:
@@ -137,24 +191,27 @@ class Manager:
     def _write(self, snapshot: Snapshot, protect: list[int]) -> None:
         start = time.perf_counter()
         rank, root, step = self._exchange.rank, self.directory, snapshot.cursor.step
-        directory = root / (store.step_name(step) + store.WRITING)
-        self._on_main(lambda: store.prepare(self._files, root, step))
+        prepared = self._on_main(lambda: store.prepare(self.files, root, step))
+        told = self._exchange.share(prepared and [str(prepared.directory), prepared.prefix])
+        draft = store.Draft(Path(told[0]), told[1])
         total, entries = together(
             self._exchange,
-            lambda: store.write_part(
-                self._files, directory, rank, snapshot.state, block_bytes=self._block_bytes
-            ),
+            lambda: store.write_part(self.files, draft, rank, snapshot.state, block_bytes=self._block_bytes),
         )
         told = self._exchange.gather(
             {"file": total and manifests.plain(total), "pieces": [manifests.plain(e) for e in entries]}
         )
-        self._on_main(lambda: store.commit(self._files, root, self._manifest(snapshot, told)))
+        path = root / store.step_name(step)
+        self._on_main(lambda: store.commit(self.files, root, draft, self._manifest(snapshot, told)))
         if rank == 0:
+            self._losses[step] = held_out_loss(snapshot.extra)
             self._prune(step, protect)
         self.write_seconds = time.perf_counter() - start
+        size = sum(t["file"]["bytes"] for t in told if t["file"])
+        self._written.append(Written(path, self.write_seconds, size))
 
-    def _on_main(self, action: Callable[[], Any]) -> None:
-        together(self._exchange, action if self._exchange.rank == 0 else lambda: None)
+    def _on_main(self, action: Callable[[], Any]) -> Any:
+        return together(self._exchange, action if self._exchange.rank == 0 else lambda: None)
 
     def _manifest(self, snapshot: Snapshot, told: list[dict[str, Any]]) -> Manifest:
         mesh = self._mesh
@@ -174,17 +231,36 @@ class Manager:
         )
 
     def _prune(self, newest: int, protect: Iterable[int]) -> None:
+        config = self._config
         try:
-            stay = store.kept(
-                store.steps(self._files, self.directory),
+            present = store.steps(self.files, self.directory)
+            stay = kept(
+                present,
                 newest=newest,
-                keep=self._config.keep,
-                keep_every=self._config.keep_every,
+                keep=config.keep,
+                keep_every=config.keep_every,
+                keep_best=config.keep_best,
                 protected=protect,
+                losses=self._known_losses(present),
             )
-            store.prune(self._files, self.directory, stay)
+            store.prune(self.files, self.directory, stay)
         except OSError as error:  # the new checkpoint is safe: no reason to end the run
             self._say(f"old checkpoints could not be deleted: {error}")
+
+    def _known_losses(self, present: Iterable[int]) -> dict[int, float]:
+        """Held-out losses of the steps that are there; manifests of earlier processes are read once."""
+        if not self._config.keep_best:
+            return {}
+        for step in present:
+            if step in self._losses:
+                continue
+            try:
+                content, _ = manifests.read(self.files, self.directory / store.step_name(step))
+            except ValueError:  # damaged: the best of nothing
+                self._losses[step] = None
+                continue
+            self._losses[step] = held_out_loss(content.extra)
+        return {step: loss for step in present if (loss := self._losses[step]) is not None}
 
     def find(self, resume: str, *, rewinds: Iterable[Rewind] = ()) -> Restored | None:
         """What `restore` would try, by manifest, sizes and headers: for checks before there is an engine.
@@ -194,8 +270,8 @@ class Manager:
         if resume == "none":
             return None
         self.wait()
-        choices = self._choices(lambda: choose.look(self._files, self.directory, resume, rewinds))
-        found = self._first(choices, lambda found: None)
+        reading, choices = self._look(resume, rewinds)
+        found = reading.first(choices, lambda found: None)
         return _restored(found[0]) if found else None
 
     def restore(
@@ -217,15 +293,30 @@ class Manager:
         if resume == "none":
             return None
         self.wait()
-        choices = self._choices(lambda: choose.look(self._files, self.directory, resume, rewinds))
-        found = self._load(engine, choices, accept)
+        reading, choices = self._look(resume, rewinds)
+        found = self._load(engine, reading, choices, accept)
         if found is None:
             return None
         self._say(f"resumed from {found.path}, step {found.manifest.step}")
         return _restored(found)
 
+    def _look(self, resume: str, rewinds: Iterable[Rewind]) -> tuple[Reading, Choices]:
+        """Where `resume` points, and what may be loaded there."""
+        reading, path = self._reading, Path(resume)
+        if "://" in resume or self.files.whole:
+            files, path = place(resume) if resume != "auto" else (self.files, path)
+            reading = Reading(files, self._exchange, self._say)
+        return reading, reading.choices(
+            lambda: choose.look(reading.files, self.directory, resume, path, rewinds)
+        )
+
     def _load(
-        self, engine: Engine, choices: Choices, accept: Callable[[Restored], None] | None = None
+        self,
+        engine: Engine,
+        reading: Reading,
+        choices: Choices,
+        accept: Callable[[Restored], None] | None = None,
+        announce: Callable[[Rewound], None] = _unannounced,
     ) -> Found | None:
         """Bring the engine to the first choice that is sound on every rank."""
         state = parts(engine)
@@ -237,109 +328,65 @@ class Manager:
                 accept(_restored(found))
             if self._exchange.rank == 0:
                 _refuse_unknown(found, names)
-            return load.stage(self._files, found, state)
+            return load.stage(reading.files, found, state)
 
-        answer = self._first(choices, read)
+        answer = reading.first(choices, read)
         if answer is None:
             return None
         found, staged = answer
+        announce(Rewound(found.manifest.cursor, found.manifest.extra, str(found.path)))
         load.put(state, staged)
         engine.load_done(found.manifest.optimizer_step)
         return found
 
     def snapshot(self, engine: Engine, cursor: Cursor, extra: dict[str, Any]) -> None:
-        """Copy the state into the ring, for `rewind`; the oldest copy makes room."""
+        """Copy the state into the ring, for `rewind`; the oldest copy makes room, once it is written."""
+        start = time.perf_counter()
+        if self._source is not None and self._ring.next_out(cursor.step) is self._source:
+            self.wait()
         self._ring.add(engine, cursor, extra)
+        self._stall = time.perf_counter() - start + (self._stall or 0.0)
 
-    def rewind(self, engine: Engine, to: int, *, rewinds: Iterable[Rewind] = ()) -> Rewound:
+    def rewind(
+        self,
+        engine: Engine,
+        to: int,
+        *,
+        rewinds: Iterable[Rewind] = (),
+        announce: Callable[[Rewound], None] = _unannounced,
+    ) -> Rewound:
         """Bring the live engine back to the newest state of at most `to` updates: from the ring, else a file.
 
-        Snapshots of later steps are dropped. rewinds: this one and those before, so that no file that they
-        condemn is taken. ValueError when there is nothing to go back to; live state is then untouched.
+        Snapshots of later steps are dropped. rewinds: those before, so that no file that they condemn is
+        taken. announce: told on every rank what is gone back to, before anything changes: the place for a
+        record that must be written first. ValueError when there is nothing; live state is then untouched.
         """
         self.wait()
         snapshot = self._ring.at_or_before(to)
         told = self._exchange.everyone(snapshot and snapshot.cursor.step)
         if len(set(told)) > 1:
             raise RuntimeError(f"the ranks hold snapshots of different steps: {told}")
-        self._ring.forget_after(to)
         if snapshot:
+            rewound = Rewound(snapshot.cursor, plain_json(snapshot.extra), "memory")
+            announce(rewound)
             load.put(parts(engine), [part.tensor for part in snapshot.state])
             engine.load_done(snapshot.optimizer_step)
-            return Rewound(snapshot.cursor, snapshot.extra, "memory")
-        found = self._load(
-            engine,
-            self._choices(lambda: choose.newest(self._files, self.directory, rewinds, at_most=to)),
+            self._ring.forget_after(to)
+            return rewound
+        choices = self._reading.choices(
+            lambda: choose.newest(self.files, self.directory, rewinds, at_most=to)
         )
+        found = self._load(engine, self._reading, choices, announce=announce)
         if found is None:
             raise ValueError(f"there is no snapshot and no checkpoint of at most {to} steps to go back to")
+        self._ring.forget_after(to)
         return Rewound(found.manifest.cursor, found.manifest.extra, str(found.path))
 
-    def _first(self, choices: Choices, read: Callable[[Found], Any]) -> tuple[Found, Any] | None:
-        """The first choice that every rank can read, and what this rank read; None when there is nothing."""
-        faults = choices.faults
-        for fault in faults:
-            self._say(f"{fault}; passed over")
-        for path, checksum in choices.paths:
-            fault, found, value = self._attempt(Path(path), checksum, read)
-            if fault is None:
-                return found, value
-            if choices.named:
-                raise ValueError(f"{fault}\ngive another checkpoint with resume=PATH, or resume=auto")
-            faults.append(fault)
-            self._say(f"{fault}; falling back to an older checkpoint")
-        if not faults:
-            return None
-        raise ValueError(
-            f"no checkpoint in {choices.where} can be loaded: {'; '.join(faults)}\n"
-            "give a sound one with resume=PATH, or start afresh in another run.dir"
-        )
 
-    def _attempt(
-        self, path: Path, checksum: str, read: Callable[[Found], Any]
-    ) -> tuple[str | None, Any, Any]:
-        """(what is damaged or None, the checkpoint, what was read), the first of them equal on all ranks.
-
-        ValueError on all ranks when it does not fit on one.
-        """
-        found = value = failure = None
-        answer: list[str] | None = None
-        try:
-            content, proof = manifests.read(self._files, path)
-            if proof != checksum:
-                raise Damaged(f"{path} has another manifest on rank {self._exchange.rank} than on rank 0")
-            found = Found(path, content, checksum)
-            store.check_heads(self._files, found, self._exchange.rank, self._exchange.size)
-            value = read(found)
-        except Damaged as error:
-            answer = ["damaged", str(error)]
-        except ValueError as error:
-            answer = ["unfit", str(error)]
-        except Exception as error:  # the others must hear of it before it is raised
-            answer, failure = ["failed", f"{type(error).__name__}: {error}"], error
-        answers = [a for a in self._exchange.everyone(answer) if a]
-        if failure:
-            raise failure
-        for wanted in ("failed", "unfit", "damaged"):
-            for kind, message in answers:
-                if kind == wanted == "damaged":
-                    return message, None, None
-                if kind == wanted:
-                    raise RuntimeError(message) if kind == "failed" else ValueError(message)
-        return None, found, value
-
-    def _choices(self, lookup: Callable[[], Choices]) -> Choices:
-        """What may be loaded, looked up on rank 0, the same on all ranks."""
-        told = None
-        if self._exchange.rank == 0:
-            try:
-                told = asdict(lookup())
-            except (ValueError, OSError) as error:
-                told = str(error)
-        told = self._exchange.share(told)
-        if isinstance(told, str):
-            raise ValueError(told)
-        return Choices(**{**told, "paths": [(path, checksum) for path, checksum in told["paths"]]})
+def held_out_loss(extra: dict[str, Any]) -> float | None:
+    """The held-out loss that a checkpoint was saved with, if it is a number."""
+    value = extra.get(HELD_OUT_LOSS)
+    return float(value) if isinstance(value, int | float) else None
 
 
 def _refuse_unknown(found: Found, names: set[tuple[str, str]]) -> None:

@@ -48,9 +48,19 @@ def collect(engine: Engine, cursor: Cursor, extra: dict[str, Any], slot: Slot | 
 
     extra is copied as JSON. ValueError when it is not plain JSON, or not finite.
     """
-    plain = json.loads(manifests.canonical(extra))
+    plain = plain_json(extra)
     state = parts(engine)
     return Snapshot(cursor, plain, engine.optimizer_step, slot.fill(state) if slot else state)
+
+
+def plain_json(extra: dict[str, Any]) -> dict[str, Any]:
+    """A copy of plain JSON; ValueError when it is not, or not finite."""
+    return json.loads(manifests.canonical(extra))
+
+
+def state_bytes(engine: Engine) -> int:
+    """Size of one copy of this rank's state."""
+    return sum(part.tensor.numel() * part.tensor.element_size() for part in parts(engine))
 
 
 class Ring:
@@ -66,6 +76,15 @@ class Ring:
         self.forget_after(cursor.step - 1)
         slot = self._held.popleft()[0] if len(self._held) == self._size else Slot()
         self._held.append((slot, collect(engine, cursor, extra, slot)))
+
+    def at(self, cursor: Cursor) -> Snapshot | None:
+        """The snapshot of exactly this cursor, if there is one."""
+        return next((s for _, s in self._held if s.cursor == cursor), None)
+
+    def next_out(self, step: int) -> Snapshot | None:
+        """The snapshot whose memory the next `add`, of this step, will overwrite."""
+        held = [s for _, s in self._held if s.cursor.step < step]
+        return held[0] if len(held) == self._size else None
 
     def at_or_before(self, step: int) -> Snapshot | None:
         """The newest snapshot of at most `step` updates."""

@@ -5,20 +5,28 @@
     checkpoints/step-00001000.writing       not finished; nothing reads it
     checkpoints/step-00001000.old           the one being replaced; counts while step-00001000 is not there
 
+Where directories cannot be renamed the files are written below their final directory, under names that no
+other save uses, and the manifest, written last and at once, makes them a checkpoint.
+
 Each rank calls `write_part`; rank 0 calls `prepare` before and `commit` after all of them.
 """
 
 import re
-from collections.abc import Iterable, Sequence
+import secrets
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+
+import torch
 
 from checkpoints import manifest as manifests
 from checkpoints import tensorfile
-from checkpoints.files import Files, remove_tree, write_durably
+from checkpoints.files import Files, put, remove_tree, write_durably
 from checkpoints.layout import cover
 from checkpoints.manifest import Damaged, Entry, FileSum, Manifest
 from checkpoints.state import Part
+from checkpoints.tensorfile import Content
 
 LATEST = "latest"
 WRITING, OLD = ".writing", ".old"
@@ -32,6 +40,14 @@ class Found:
     path: Path
     manifest: Manifest
     checksum: str
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Where a step is written before it counts; prefix: what the names of its files begin with."""
+
+    directory: Path
+    prefix: str = ""
 
 
 def step_name(step: int) -> str:
@@ -52,7 +68,7 @@ def scan(files: Files, root: Path) -> tuple[list[Found], list[str]]:
     found, faults = [], []
     for name in files.names(root):
         match = _STEP.fullmatch(name)
-        if not match or match[2] == WRITING:
+        if not match or match[2] == WRITING or unfinished(files, root / name):
             continue
         try:
             content, checksum = manifests.read(files, root / name)
@@ -65,22 +81,30 @@ def scan(files: Files, root: Path) -> tuple[list[Found], list[str]]:
     return found, faults
 
 
-def prepare(files: Files, root: Path, step: int) -> Path:
-    """Clear up what an earlier process left half done; an empty directory to write the step into."""
+def unfinished(files: Files, directory: Path) -> bool:
+    """Whether a directory is a save that never ended, where its manifest would have ended it."""
+    return not files.renames and manifests.NAME not in files.names(directory)
+
+
+def prepare(files: Files, root: Path, step: int) -> Draft:
+    """Clear up what an earlier process left half done; where to write the step."""
     files.make_directory(root)
     files.sync_directory(root.parent)  # or a crash could take the whole of `root` with it
     names = files.names(root)
     for name in names:
         match = _STEP.fullmatch(name)
-        if match and match[2] == WRITING:
+        if match and (match[2] == WRITING or unfinished(files, root / name)):
             remove_tree(files, root / name, first=manifests.NAME)
         elif match and match[2] == OLD:
             _settle(files, root / name, root / name.removesuffix(OLD))
     if LATEST + WRITING in names:
         files.remove(root / (LATEST + WRITING))
-    directory = root / (step_name(step) + WRITING)
-    files.make_directory(directory)
-    return directory
+    name = step_name(step)
+    draft = (
+        Draft(root / (name + WRITING)) if files.renames else Draft(root / name, f"{secrets.token_hex(4)}-")
+    )
+    files.make_directory(draft.directory)
+    return draft
 
 
 def _settle(files: Files, old: Path, new: Path) -> None:
@@ -96,51 +120,77 @@ def _settle(files: Files, old: Path, new: Path) -> None:
         remove_tree(files, old)
 
 
+def held(part: Part) -> torch.Tensor:
+    """What a part holds itself."""
+    return part.tensor
+
+
 def write_part(
-    files: Files, directory: Path, rank: int, state: Sequence[Part], *, block_bytes: int
+    files: Files,
+    draft: Draft,
+    rank: int,
+    state: Sequence[Part],
+    *,
+    block_bytes: int,
+    read: Callable[[Part], torch.Tensor] = held,
 ) -> tuple[FileSum | None, list[Entry]]:
     """This rank's share: one file of the stretches it owns, durable; (None, []) when it owns nothing.
 
-    The entries are in the order of the file.
+    The entries are in the order of the file. read: gives the values of a part when its turn comes.
     """
     mine = sorted((part for part in state if part.owner), key=lambda part: -part.tensor.element_size())
     if not mine:
         return None, []
-    name = f"rank-{rank:05d}.safetensors"
+    name = f"{draft.prefix}rank-{rank:05d}.safetensors"
     tensors, entries, used = [], [], {}
     for part in mine:
         label = f"{part.kind}/{part.name}"
         number = used[label] = used.get(label, -1) + 1
         key = f"{label}#{number}"
-        tensors.append((key, part.tensor))
+        tensors.append(Content(key, part.tensor.dtype, part.stretch.count, partial(read, part)))
         s = part.stretch
         dtype = tensorfile.NAMES[part.tensor.dtype]
         entries.append(
             Entry(part.name, part.kind, s.shape, s.offset, s.extent, s.start, s.count, dtype, name, key)
         )
-    total = tensorfile.write(files, directory / name, tensors, block_bytes=block_bytes)
-    files.sync_directory(directory)
+    total = tensorfile.write(files, draft.directory / name, tensors, block_bytes=block_bytes)
+    files.sync_directory(draft.directory)
     return total, entries
 
 
-def commit(files: Files, root: Path, content: Manifest) -> Path:
-    """Make the step that was written under its `.writing` name the newest checkpoint.
+def commit(files: Files, root: Path, draft: Draft, content: Manifest) -> Path:
+    """Make the step that was drafted the newest checkpoint.
 
     RuntimeError when pieces are missing or held twice, or a file that a rank wrote cannot be seen from here.
     A crash at any point leaves either this or the one before loadable.
     """
-    final = root / step_name(content.step)
-    directory, old = final.with_name(final.name + WRITING), final.with_name(final.name + OLD)
     fault = fault_of_pieces(content.pieces)
     if fault:
         raise RuntimeError(f"step {content.step} would not be whole: {fault}")
+    names = files.names(draft.directory)
     for file in content.files:
-        if file.name not in files.names(directory) or files.size(directory / file.name) != file.bytes:
+        path = draft.directory / file.name
+        if file.name not in names or files.size(path) != file.bytes:
             raise RuntimeError(
-                f"{directory / file.name} is not visible from rank 0 with its {file.bytes} bytes; "
+                f"{path} is not visible from rank 0 with its {file.bytes} bytes; "
                 "checkpoints need one file system that all nodes share"
             )
-    write_durably(files, directory / manifests.NAME, manifests.encode(content))
+    final = root / step_name(content.step)
+    if draft.directory == final:
+        put(files, final / manifests.NAME, manifests.encode(content))
+        put(files, root / LATEST, final.name.encode() + b"\n")
+        current = {file.name for file in content.files} | {manifests.NAME}
+        for name in set(files.names(final)) - current:  # of the save that this one replaced
+            files.remove(final / name)
+    else:
+        _rename(files, draft.directory, final, manifests.encode(content))
+    return final
+
+
+def _rename(files: Files, directory: Path, final: Path, content: bytes) -> None:
+    """Complete the drafted directory and give it its name; an older one of that name stays until then."""
+    root, old = final.parent, final.with_name(final.name + OLD)
+    write_durably(files, directory / manifests.NAME, content)
     files.sync_directory(directory)
     if manifests.NAME in files.names(final):
         files.rename(final, old)
@@ -149,10 +199,9 @@ def commit(files: Files, root: Path, content: Manifest) -> Path:
         remove_tree(files, final)
     files.rename(directory, final)
     files.sync_directory(root)
-    _point(files, root, final.name)
+    put(files, root / LATEST, final.name.encode() + b"\n")
     if old.name in files.names(root):
         remove_tree(files, old, first=manifests.NAME)
-    return final
 
 
 def fault_of_pieces(pieces: Iterable[Entry]) -> str | None:
@@ -169,18 +218,6 @@ def fault_of_pieces(pieces: Iterable[Entry]) -> str | None:
     return None
 
 
-def _point(files: Files, root: Path, name: str) -> None:
-    """Replace `latest`. Only people and scripts read it: between two names nothing depends on it."""
-    pointer, fresh = root / LATEST, root / (LATEST + WRITING)
-    write_durably(files, fresh, name.encode() + b"\n")
-    try:
-        files.replace(fresh, pointer)
-    except FileExistsError:  # no rename over a file here
-        files.remove(pointer)
-        files.rename(fresh, pointer)
-    files.sync_directory(root)
-
-
 def latest(files: Files, root: Path) -> Path | None:
     """What `latest` names, if it is there; without a pointer the newest that proves itself."""
     if LATEST in files.names(root):
@@ -191,26 +228,7 @@ def latest(files: Files, root: Path) -> Path | None:
     return found[0].path if found else None
 
 
-def kept(
-    present: Iterable[int], *, newest: int, keep: int, keep_every: int, protected: Iterable[int] = ()
-) -> set[int]:
-    """Which steps stay, given those that are there and the one just written.
-
-    The newest and the protected ones (the newest good one, the source of a rewind, the best) always; every
-    multiple of keep_every (0: none); the last `keep` (0: all). Steps above the newest were left behind by a
-    rewind: they count as the oldest.
-    """
-    present = set(present)
-    if not keep:
-        return present
-    order = sorted(present, key=lambda step: (step <= newest, step))
-    stay = {newest, *protected, *order[-keep:]}
-    if keep_every:
-        stay |= {step for step in present if step % keep_every == 0}
-    return stay & present
-
-
-def prune(files: Files, root: Path, stay: set[int]) -> list[int]:
+def prune(files: Files, root: Path, stay: Container[int]) -> list[int]:
     """Delete the other steps, the manifest of each first; the steps that went."""
     gone = [step for step in steps(files, root) if step not in stay]
     for step in gone:

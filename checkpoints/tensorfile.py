@@ -8,7 +8,7 @@ and checks each one.
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,24 +74,32 @@ def _digest_of_parts(parts: list[memoryview]) -> str:
     return total.hexdigest()
 
 
-def write(
-    files: Files, path: Path, tensors: Sequence[tuple[str, torch.Tensor]], *, block_bytes: int
-) -> FileSum:
-    """A safetensors file of 1-d contiguous tensors in this order, durable on return (its name is not).
+@dataclass(frozen=True)
+class Content:
+    """One entry to be written: `load` gives its 1-d contiguous tensor when its turn comes."""
+
+    key: str
+    dtype: torch.dtype
+    count: int
+    load: Callable[[], torch.Tensor]
+
+
+def write(files: Files, path: Path, contents: Sequence[Content], *, block_bytes: int) -> FileSum:
+    """A safetensors file of these entries in this order, durable on return (its name is not).
 
     Wide elements come first, so that each entry begins at a multiple of its width.
     """
-    widths = [tensor.element_size() for _, tensor in tensors]
+    widths = [content.dtype.itemsize for content in contents]
     assert widths == sorted(widths, reverse=True), widths
     header, position = {"__metadata__": {"format": "pt"}}, 0
-    for key, tensor in tensors:
-        stop = position + tensor.numel() * tensor.element_size()
+    for content, width in zip(contents, widths, strict=True):
+        stop = position + content.count * width
         entry = {
-            "dtype": NAMES[tensor.dtype],
-            "shape": [tensor.numel()],
+            "dtype": NAMES[content.dtype],
+            "shape": [content.count],
             "data_offsets": [position, stop],
         }
-        header[key], position = entry, stop
+        header[content.key], position = entry, stop
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with ThreadPoolExecutor(HASH_THREADS) as pool:
@@ -99,8 +107,8 @@ def write(
         try:
             blocks = _Blocks(sink, block_bytes, pool)
             blocks.write(memoryview(len(text).to_bytes(8, "little") + text))
-            for _, tensor in tensors:
-                blocks.write(_bytes_of(tensor))
+            for content in contents:
+                blocks.write(_bytes_of(content.load()))
             sink.sync()
         finally:
             sink.close()

@@ -8,6 +8,8 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bar
 
+WIDE = 120  # columns of a terminal that has room for a bar beside the numbers
+
 
 def duration(seconds: float) -> str:
     """h:mm:ss, with days where there are any."""
@@ -78,11 +80,9 @@ class Progress:
         self._log = open(file, "a", encoding="utf-8") if file is not None else None  # noqa: SIM115
         self._bar: Bar | None = None
         if self._console.is_terminal:
-            columns = (
-                TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
-                BarColumn(20),
-                TextColumn("{task.description}"),
-            )
+            bar = (BarColumn(20),) if self._console.width >= WIDE else ()  # the numbers come first
+            counts = TextColumn("step {task.completed:.0f}/{task.total:.0f}")
+            columns = (counts, *bar, TextColumn("{task.description}"))
             self._bar = Bar(*columns, console=self._console, refresh_per_second=4)
             self._task = self._bar.add_task("", total=steps, completed=step)
 

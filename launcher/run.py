@@ -6,22 +6,25 @@ import logging
 import os
 import resource
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
 
+from checkpoints.choose import Rewind
 from checkpoints.manager import About, Manager, Restored, holds_run
-from conf.schema import plain
+from conf.schema import Difference, plain
 from launcher.cluster import Placement, placement
-from launcher.config import Config, Plan, Prepare, allowed, check_resume, plan
+from launcher.config import Config, Plan, Prepare, allowed, check_resume, check_same, plan
 from launcher.failure import DONE, FailureWatch
 from launcher.hardware import peak_flops
 from launcher.log import logging_to
 from launcher.metrics import MetricsWriter
+from launcher.rewind import Recorded, Rewinder, applied_again, recorded
 from launcher.rundirectory import RunDirectory, versions
-from launcher.telling import beginning, dry_run_text, ending, prepared_facts, prepared_text
+from launcher.telling import beginning, dry_run_text, ending, overridden, prepared_facts, prepared_text
 from launcher.train import Run
 from launcher.train import train as loop
 from megamodel.accounting import flops_per_token
@@ -36,7 +39,7 @@ from megamodel.loss import Loss
 from megamodel.model import layers
 from megamodel.optim import adamw
 from parallel.engine import Engine
-from parallel.exchange import Exchange, exchange_over
+from parallel.exchange import Exchange, exchange_over, together
 from parallel.mesh import Mesh, build_mesh
 from parallel.start import connect, pick_device, start, stop, wait_for_main
 from parallel.tensor import TensorParallel, VocabularyShard
@@ -53,6 +56,8 @@ def prepare(config: Prepare) -> int:
 
 def train(config: Config) -> int:
     """The command `train`, on each process of a run."""
+    limit = config.run.time_limit_seconds
+    deadline = None if limit is None else time.monotonic() + limit
     place = placement(os.environ)
     device = pick_device(config.hardware.device, place.local_rank)
     settled = plan(config, world_size=place.world_size, cuda=device.type == "cuda")
@@ -67,13 +72,13 @@ def train(config: Config) -> int:
         _watched(place, directory),
     ):
         mesh = build_mesh(tp=config.parallel.tp, pp=config.parallel.pp, device=device)
-        _dry_run(settled, mesh) if config.dry_run else _train(settled, mesh, directory)
+        _dry_run(settled, mesh) if config.dry_run else _train(settled, mesh, directory, deadline)
     return DONE
 
 
 def _is_over(settled: Plan, directory: RunDirectory, *, rank: int) -> bool:
     """Whether there is nothing left to do; ValueError when resume=none would mix with a run."""
-    if settled.config.resume == "none" and holds_run(directory.path):
+    if settled.config.resume == "none" and holds_run(directory.path, settled.config.checkpoint):
         raise ValueError(
             f"{directory.path} holds a run and resume=none starts a new one; "
             "give another run.name or run.dir, or resume=auto to go on"
@@ -119,32 +124,28 @@ def _watched(place: Placement, directory: RunDirectory) -> FailureWatch:
     )
 
 
-def _train(settled: Plan, mesh: Mesh, directory: RunDirectory) -> None:
+def _train(settled: Plan, mesh: Mesh, directory: RunDirectory, deadline: float | None) -> None:
     """Assemble, restore, train, and tell how it went."""
     config = settled.config
     exchange = exchange_over(mesh.world)
+    first = exchange.share(plain(config))
+    together(exchange, lambda: check_same(config, first, rank=mesh.world.rank))
     prepared = _prepared(config, mesh, exchange)
     loader, held_out = _data(settled, prepared)
     engine = build_engine(settled, mesh)
     about = About(plain(config), _library_versions(), prepared.tokenizer.hash)
-    checkpoints = Manager(settled.directory, config.checkpoint, mesh, about, say=log.info, exchange=exchange)
-    restored = checkpoints.restore(engine, config.resume, accept=_acceptor(settled, prepared))
-    cursor = restored.cursor if restored else Cursor()
+    checkpoints = Manager(directory.path, config.checkpoint, mesh, about, say=log.info)
+    events = [Recorded(*values) for values in exchange.share(_events(directory))]
+    past = [Rewind(event.attempt, event.snapshot_step) for event in events]
+    acceptor = _Acceptor(settled, prepared)
+    restored = checkpoints.restore(engine, config.resume, rewinds=past, accept=acceptor)
+    cursor = applied_again(restored.cursor, events) if restored else Cursor()
     directory.begin(
         config, rank=mesh.world.rank, step=cursor.step, extra={"device": device_name(mesh.device)}
     )
-    metrics = MetricsWriter(
-        directory,
-        plain(config),
-        rank=mesh.world.rank,
-        steps=settled.steps,
-        step=cursor.step,
-        attempt=cursor.attempt,
-        segment=int(restored.extra.get("segment", 0)) if restored else 0,
-        resumed=restored is not None,
-        log_every=config.run.log_every,
-    )
+    metrics = _metrics(settled, directory, restored, cursor, rank=mesh.world.rank)
     cursor = dataclasses.replace(cursor, attempt=exchange.share(metrics.attempt))
+    extra = {"data": prepared.digest, "segment": metrics.segment}
     run = Run(
         plan=settled,
         engine=engine,
@@ -154,13 +155,18 @@ def _train(settled: Plan, mesh: Mesh, directory: RunDirectory) -> None:
         metrics=metrics,
         checkpoints=checkpoints,
         directory=directory,
-        extra={"data": prepared.digest, "segment": metrics.segment},
+        rewinder=Rewinder(engine, checkpoints, metrics, directory, extra, past),
+        extra=extra,
         flops_per_token=flops_per_token(config.model, config.train.sequence_length).training,
         peak_flops=_peak(settled, mesh),
         peak_bytes=_peak_bytes(mesh.device),
+        deadline=deadline,
     )
     try:
-        metrics.note(beginning(settled, mesh, engine.bounds, prepared, cursor))
+        host_bytes = checkpoints.host_bytes(engine)
+        metrics.note(beginning(settled, mesh, engine.bounds, prepared, cursor, host_bytes=host_bytes))
+        if acceptor.changed:
+            metrics.note(overridden(settled, cursor, acceptor.changed))
         outcome = loop(run, cursor)
     finally:
         metrics.close()
@@ -168,8 +174,28 @@ def _train(settled: Plan, mesh: Mesh, directory: RunDirectory) -> None:
     if mesh.is_main:
         state = "stopped" if outcome.stopped_by else "finished"
         directory.set_status(state, reason=outcome.stopped_by or "", step=outcome.cursor.step)
-        print(ending(settled, prepared, held_out, outcome, checkpoints.latest()))
+        print(ending(settled, prepared, held_out, outcome, checkpoints))
     exchange.everyone(None)  # leave together
+
+
+def _events(directory: RunDirectory) -> list[tuple]:
+    return [dataclasses.astuple(record) for record in recorded(directory.path / "events.jsonl")]
+
+
+def _metrics(
+    settled: Plan, directory: RunDirectory, restored: Restored | None, cursor: Cursor, *, rank: int
+) -> MetricsWriter:
+    return MetricsWriter(
+        directory,
+        plain(settled.config),
+        rank=rank,
+        steps=settled.steps,
+        step=cursor.step,
+        attempt=cursor.attempt,
+        segment=int(restored.extra.get("segment", 0)) if restored else 0,
+        resumed=restored is not None,
+        log_every=settled.config.run.log_every,
+    )
 
 
 def build_engine(settled: Plan, mesh: Mesh) -> Engine:
@@ -239,11 +265,16 @@ def _data(settled: Plan, prepared: Prepared) -> tuple[Loader, HeldOut]:
     return loader, held_out
 
 
-def _acceptor(settled: Plan, prepared: Prepared) -> Callable[[Restored], None]:
-    """Refuses a checkpoint that this configuration does not continue."""
+class _Acceptor:
+    """Refuses a checkpoint that this configuration does not continue; `changed`: what was overridden."""
 
-    def accept(restored: Restored) -> None:
-        check_resume(restored.about.configuration, settled.config)
+    def __init__(self, settled: Plan, prepared: Prepared) -> None:
+        self._settled, self._prepared = settled, prepared
+        self.changed: list[Difference] = []
+
+    def __call__(self, restored: Restored) -> None:
+        settled, prepared = self._settled, self._prepared
+        found = check_resume(restored.about.configuration, settled.config)
         if restored.about.tokenizer != prepared.tokenizer.hash:
             raise ValueError(
                 f"{restored.path} was trained with another tokenizer ({restored.about.tokenizer[:12]}, here "
@@ -256,8 +287,7 @@ def _acceptor(settled: Plan, prepared: Prepared) -> Callable[[Restored], None]:
                 f"{restored.path} was trained on other data ({str(restored.extra.get('data'))[:12]}, here "
                 f"{prepared.digest[:12]}): a source has changed; restore it, or use another run.name"
             )
-
-    return accept
+        self.changed = [d for d in found if d.on_resume == "needs_override"]
 
 
 def _dry_run(settled: Plan, mesh: Mesh) -> None:

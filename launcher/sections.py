@@ -17,6 +17,11 @@ class Run:
     timeout_seconds: float = setting(
         600.0, on_resume="free", help="longest wait for the other processes in a collective or at the start"
     )
+    time_limit_seconds: float | None = setting(
+        None,
+        on_resume="free",
+        help="save and stop at the first step that ends so long after the start; null: no limit",
+    )
     garbage_collect_every: int = setting(
         100,
         on_resume="free",
@@ -32,6 +37,10 @@ class Run:
             raise ValueError(f"run.name ({self.name!r}) must be a plain name; a path goes into run.dir")
         if self.timeout_seconds <= 0:
             raise ValueError(f"run.timeout_seconds ({self.timeout_seconds}) must be above 0; 600 is usual")
+        if self.time_limit_seconds is not None and self.time_limit_seconds <= 0:
+            raise ValueError(
+                f"run.time_limit_seconds ({self.time_limit_seconds}) must be above 0; null sets no limit"
+            )
         if self.garbage_collect_every < 0 or self.log_every < 1:
             raise ValueError(
                 f"run.garbage_collect_every ({self.garbage_collect_every}) must be 0 or more and "

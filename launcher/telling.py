@@ -7,7 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from checkpoints.files import Files
+from checkpoints.manager import Manager
 from checkpoints.weights import load_weights
+from conf.schema import Difference
 from launcher.config import Config, Plan
 from launcher.evaluate import HeldOutLoss
 from launcher.train import Outcome
@@ -15,6 +18,7 @@ from megamodel.accounting import flops_per_token, parameter_count
 from megamodel.data.baselines import baselines
 from megamodel.data.batch import Cursor
 from megamodel.data.held_out import HeldOut
+from megamodel.data.loader import next_samples
 from megamodel.data.prepared import Prepared
 from megamodel.generate import generate
 from megamodel.model import Transformer
@@ -26,7 +30,15 @@ MOST_BASELINE_TOKENS = 50_000_000  # the bigram model counts all pairs of the tr
 SAMPLE_SECONDS = 30.0
 
 
-def beginning(settled: Plan, mesh: Mesh, bounds: Sequence[int], prepared: Prepared, cursor: Cursor) -> str:
+def beginning(
+    settled: Plan,
+    mesh: Mesh,
+    bounds: Sequence[int],
+    prepared: Prepared,
+    cursor: Cursor,
+    *,
+    host_bytes: int,
+) -> str:
     """What is about to be trained, on what, how, and where it goes."""
     config = settled.config
     train = sum(corpus.count for corpus in prepared.train.values())
@@ -52,8 +64,27 @@ def beginning(settled: Plan, mesh: Mesh, bounds: Sequence[int], prepared: Prepar
                 f"dp {mesh.dp.size}"
             ),
             f"layout  {_layout(settled, mesh, bounds)}",
+            f"copies  at most {host_bytes / 2**20:,.1f} MiB of host memory on rank 0, {_copies(config)}",
         )
     )
+
+
+def _copies(config: Config) -> str:
+    """Why the state is copied into host memory."""
+    settings = config.checkpoint
+    reasons = ["a save in the background"] if settings.background else []
+    if settings.snapshot_every:
+        reasons.append(f"{settings.snapshots} snapshots, one every {settings.snapshot_every} steps")
+    return "for " + " and ".join(reasons) if reasons else "as nothing is saved in the background"
+
+
+def overridden(settled: Plan, cursor: Cursor, changed: Sequence[Difference]) -> str:
+    """What a resume changes by resume_override, and what the next update therefore is made with."""
+    lines = [f"resume_override: {d.path} was {d.old} and is {d.new}" for d in changed]
+    sample = int(next_samples(cursor, 1)[0])
+    rate = settled.learning_rate.at(cursor.step)
+    lines.append(f"  update {cursor.step + 1} has learning rate {rate:.6g} and begins at sample {sample}")
+    return "\n".join(lines)
 
 
 def _layout(settled: Plan, mesh: Mesh, bounds: Sequence[int]) -> str:
@@ -89,7 +120,7 @@ def dry_run_text(
 
 
 def ending(
-    settled: Plan, prepared: Prepared, held_out: HeldOut, outcome: Outcome, checkpoint: Path | None
+    settled: Plan, prepared: Prepared, held_out: HeldOut, outcome: Outcome, checkpoints: Manager
 ) -> str:
     """How it went against the baselines, a text that the model wrote, where everything is."""
     lines = []
@@ -101,8 +132,9 @@ def ending(
         lines.append(f"finished at step {outcome.cursor.step}")
         if outcome.held_out is not None:
             lines += compared(settled, prepared, held_out, outcome.held_out)
+        checkpoint = checkpoints.latest()
         if checkpoint is not None:
-            lines += sample(settled.config, prepared, checkpoint)
+            lines += sample(settled.config, prepared, checkpoint, checkpoints.files)
     lines.append(f"run directory  {settled.directory}")
     lines.append(f"curves         tensorboard --logdir {settled.directory / 'tensorboard'}")
     return "\n".join(lines)
@@ -135,7 +167,7 @@ def compared(settled: Plan, prepared: Prepared, held_out: HeldOut, loss: HeldOut
     return lines
 
 
-def sample(config: Config, prepared: Prepared, checkpoint: Path) -> list[str]:
+def sample(config: Config, prepared: Prepared, checkpoint: Path, files: Files) -> list[str]:
     """A text that the saved model wrote, computed in this process on the CPU."""
     settings = config.sample
     if settings.max_tokens == 0:
@@ -143,7 +175,7 @@ def sample(config: Config, prepared: Prepared, checkpoint: Path) -> list[str]:
     if parameter_count(config.model) > MOST_SAMPLE_PARAMETERS:
         return ["no sample: the model is too large to be loaded into the main process"]
     model = Transformer(config.model, seed=config.train.seed)
-    load_weights(checkpoint, model)
+    load_weights(checkpoint, model, files=files)
     tokenizer = prepared.tokenizer
     prompt = [tokenizer.bos_id if tokenizer.bos_id is not None else tokenizer.eos_id]
     prompt += tokenizer.encode(settings.prompt)

@@ -1,19 +1,18 @@
 """The loop: cursor to batches to one attempt at an update to its record, until the last step."""
 
 import logging
-import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from types import FrameType
 from typing import Any
 
-from checkpoints.manager import Manager
+from checkpoints.manager import HELD_OUT_LOSS, Costs, Manager
 from launcher.config import Plan
 from launcher.evaluate import HeldOutLoss, evaluate
 from launcher.garbage import GarbageCollection
-from launcher.metrics import MetricsWriter
+from launcher.metrics import MetricsWriter, encoded
+from launcher.rewind import Rewinder
 from launcher.rundirectory import RunDirectory
+from launcher.stopping import reason, stop_signals
 from megamodel.data.batch import Cursor
 from megamodel.data.held_out import HeldOut
 from megamodel.data.loader import LoadedStep, Loader
@@ -24,7 +23,7 @@ log = logging.getLogger(__name__)
 
 OK, SKIP = 0, 2  # verdicts as they stand in the metrics
 MOST_SKIPPED = 50  # attempts in a row without an update, after which a run gives up
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+NOTHING = -1.0  # travels for a cost that there was not
 
 
 @dataclass(frozen=True)
@@ -39,10 +38,12 @@ class Run:
     metrics: MetricsWriter
     checkpoints: Manager
     directory: RunDirectory
+    rewinder: Rewinder
     extra: dict[str, Any]  # goes into every checkpoint beside the cursor
     flops_per_token: float
     peak_flops: float | None  # of all devices together; None: no MFU
     peak_bytes: Callable[[], int]
+    deadline: float | None  # of time.monotonic(): when to save and stop
 
 
 @dataclass(frozen=True)
@@ -54,63 +55,70 @@ class Outcome:
     held_out: HeldOutLoss | None
 
 
-class StopRequest:
-    """Remembers a signal; all ranks learn of it with the next step."""
-
-    def __init__(self) -> None:
-        self.number = 0
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        if self.number == signal.SIGINT == number:
-            raise KeyboardInterrupt
-        self.number = number
-
-
-@contextmanager
-def stop_signals() -> Iterator[StopRequest]:
-    """SIGTERM, SIGUSR1 and SIGINT ask for a save and a stop; a second SIGINT stops at once."""
-    request = StopRequest()
-    before = {number: signal.signal(number, request) for number in STOP_SIGNALS}
-    try:
-        yield request
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def train(run: Run, cursor: Cursor) -> Outcome:
     """From the cursor to the last step. Collective; the cursor is the same on all ranks."""
     plan, settings = run.plan, run.plan.config
     loss: HeldOutLoss | None = None
     saved, skipped_in_a_row = cursor.step, 0
-    with stop_signals() as stop, GarbageCollection(settings.run.garbage_collect_every) as garbage:
+    with stop_signals(run.deadline) as stop, GarbageCollection(settings.run.garbage_collect_every) as garbage:
         while cursor.step < plan.steps:
             stage = plan.batches.at(cursor.step)
             fed = run.feed.at(cursor, micro_batch=plan.batches.micro_batch, accumulation=stage.accumulation)
             lr = plan.learning_rate.at(cursor.step)
             result = run.engine.train_step(
-                fed.batches, lr=lr, tried=cursor.step + 1, maxima=(stop.number, run.peak_bytes())
+                fed.batches,
+                lr=lr,
+                tried=cursor.step + 1,
+                maxima=(stop.asked(), run.peak_bytes(), *_costs(run.checkpoints.take(), run.metrics)),
             )
             record = _record(run, cursor, fed, result, lr=lr)
             cursor = advance(cursor, fed, result)
             run.directory.step = cursor.step
-            if result.applied and _due(settings.evaluate.every, cursor.step, plan.steps):
+            taken = result.applied and _due(settings.evaluate.every, cursor.step, plan.steps)
+            if taken:
                 loss = _evaluate(run, record)
             run.metrics.write(record, applied=result.applied)
             skipped_in_a_row = 0 if result.applied else _skipped(run, cursor, fed, result, skipped_in_a_row)
             asked = int(result.signals.maxima[0]) if result.signals else 0
-            if asked or (result.applied and _due(settings.checkpoint.every, cursor.step, plan.steps)):
-                _save(run, cursor)
+            if _keep(run, cursor, result, asked=asked, loss=loss if taken else None):
                 saved = cursor.step
             if asked:
-                run.checkpoints.wait()
-                return Outcome(cursor, signal.Signals(asked).name, loss)
+                _finish(run)
+                return Outcome(cursor, reason(asked), loss)
             run.checkpoints.check()
             garbage.step(cursor.attempt)
     if saved != cursor.step:
-        _save(run, cursor)
-    run.checkpoints.wait()
+        run.checkpoints.save(run.engine, cursor, run.extra)
+    _finish(run)
     return Outcome(cursor, None, loss)
+
+
+def _keep(run: Run, cursor: Cursor, result: StepResult, *, asked: int, loss: HeldOutLoss | None) -> bool:
+    """Snapshot and save what is due after an attempt; whether it was saved. loss: taken at this very step."""
+    settings = run.plan.config.checkpoint
+    every = settings.snapshot_every
+    if result.applied and every and cursor.step % every == 0:
+        run.checkpoints.snapshot(run.engine, cursor, run.extra)
+    if not asked and not (result.applied and _due(settings.every, cursor.step, run.plan.steps)):
+        return False
+    extra = {**run.extra, HELD_OUT_LOSS: encoded(loss.mean)} if loss else run.extra
+    run.checkpoints.save(run.engine, cursor, extra)
+    return True
+
+
+def _finish(run: Run) -> None:
+    """Until the last save is complete; raises what the writing raised."""
+    run.checkpoints.wait()
+    _costs(run.checkpoints.take(), run.metrics)
+
+
+def _costs(costs: Costs, metrics: MetricsWriter) -> tuple[float, float]:
+    """Seconds that training stood still for checkpoints and that a write took; tells what was completed."""
+    for written in costs.written:
+        speed = f", {written.bytes / max(written.seconds, 1e-9) / 2**20:,.0f} MiB/s" if written.bytes else ""
+        metrics.note(f"saved {written.path} ({written.seconds:.2f} s{speed})")
+    stall = NOTHING if costs.stall_seconds is None else costs.stall_seconds
+    return stall, costs.written[-1].seconds if costs.written else NOTHING
 
 
 def advance(cursor: Cursor, fed: LoadedStep, result: StepResult) -> Cursor:
@@ -146,6 +154,10 @@ def _record(run: Run, cursor: Cursor, fed: LoadedStep, result: StepResult, *, lr
     if run.peak_flops:
         record["speed/mfu"] = speed * run.flops_per_token / run.peak_flops
     record["memory/peak_bytes"] = int(signals.maxima[1])
+    # Of what was saved after earlier attempts: the record of an attempt is written before its save.
+    for name, seconds in zip(("stall", "write"), signals.maxima[2:], strict=True):
+        if seconds != NOTHING:
+            record[f"time/checkpoint_{name}_seconds"] = seconds
     return record
 
 
@@ -182,8 +194,3 @@ def _skipped(run: Run, cursor: Cursor, fed: LoadedStep, result: StepResult, befo
     if before + 1 >= MOST_SKIPPED:
         raise RuntimeError(f"{before + 1} attempts in a row applied no update, the last because {why}")
     return before + 1
-
-
-def _save(run: Run, cursor: Cursor) -> None:
-    path = run.checkpoints.save(run.engine, cursor, run.extra)
-    run.metrics.note(f"saved {path}")

@@ -4,47 +4,26 @@ What it adds: layers and stages of our own, gradients that are sums over tp, one
 on, and the judgement of a step before its update is applied.
 """
 
-import contextlib
-import io
-import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.config import DeepSpeedConfig
-from deepspeed.runtime.pipe import schedule
-from deepspeed.runtime.pipe.engine import PipelineEngine
-from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor, nn
 
 from parallel.deepspeed_config import Precision, deepspeed_config
 from parallel.mesh import Mesh
 from parallel.piece import Piece, disown, pieces_of
+from parallel.pipeline import GuardedEngine, LayerLike, StagedModule, quiet
 from parallel.stages import stage_bounds
 from parallel.zero import StateTensor, ZeroPartition
 
 _DEEPSPEED_VERSION = "0.19.8"
 _BUCKET_ELEMENTS = 16 << 20  # of gradients that are summed over tp in one call
-
-
-class LayerLike(Protocol):
-    """How the engine builds a layer: see megamodel.model.Layer."""
-
-    @property
-    def build(self) -> Callable[[], nn.Module]: ...
-    @property
-    def cost(self) -> float: ...
-    @property
-    def is_block(self) -> bool: ...
-    @property
-    def tied(self) -> str | None: ...
-    @property
-    def apply(self) -> Callable[[nn.Module, Tensor], Tensor] | None: ...
 
 
 class LossLike(Protocol):
@@ -146,9 +125,9 @@ class Engine:
             pp=mesh.pp.size,
             stage_layers=stage_layers,
         )
-        with _quiet():
+        with quiet():
             with torch.no_grad():  # it broadcasts tied weights, which autograd must not see
-                self.module = _StagedModule(layers, loss, mesh, self.bounds)
+                self.module = StagedModule(layers, loss, mesh, self.bounds)
             for parameter in self.module.parameters():
                 if parameter.ds_pipe_replicated:  # type: ignore[attr-defined]
                     disown(parameter)
@@ -160,7 +139,7 @@ class Engine:
                 clip_norm=clip_norm,
             )
             mpu = self.module.mpu()
-            self._engine = _GuardedEngine(
+            self._engine = GuardedEngine(
                 args=None,
                 model=self.module,
                 optimizer=make_optimizer(self.module),
@@ -350,93 +329,3 @@ def _numel(piece: Piece) -> int:
     for size in piece.shape:
         total *= size
     return total
-
-
-class _StagedModule(PipelineModule):
-    """DeepSpeed's pipeline module over our stage bounds."""
-
-    def __init__(
-        self, layers: Sequence[LayerLike], loss: LossLike, mesh: Mesh, bounds: Sequence[int]
-    ) -> None:
-        self._our_bounds = list(bounds)
-        topology = PipeModelDataParallelTopology(
-            num_pp=mesh.pp.size, num_mp=mesh.tp.size, num_dp=mesh.dp.size
-        )
-        super().__init__(layers=[_spec(layer) for layer in layers], topology=topology, loss_fn=loss)
-
-    def _partition_layers(self, method: str = "") -> None:
-        self.parts = self._our_bounds
-        stage = self._topo.get_coord(self.global_rank).pipe
-        self._set_bounds(start=self.parts[stage], stop=self.parts[stage + 1])
-
-
-def _spec(layer: LayerLike) -> LayerSpec:
-    if layer.tied is None:
-        return _DeferredSpec(layer.build)
-    return _DeferredTiedSpec(layer.tied, layer.build, layer.apply)
-
-
-class _DeferredSpec(LayerSpec):
-    def __init__(self, build: Callable[[], nn.Module]) -> None:
-        super().__init__(nn.Module)
-        self._build = build
-
-    def build(self, log: bool = False) -> nn.Module:
-        return self._build()
-
-
-class _DeferredTiedSpec(TiedLayerSpec):
-    def __init__(
-        self, key: str, build: Callable[[], nn.Module], apply: Callable[[nn.Module, Tensor], Tensor] | None
-    ) -> None:
-        super().__init__(key, nn.Module, forward_fn=apply, tied_weight_attr="matrix.weight")
-        self._build = build
-
-    def build(self, log: bool = False) -> nn.Module:
-        return self._build()
-
-
-class _GuardedEngine(PipelineEngine):
-    """DeepSpeed's engine with our sums before the reduction and our judgement before the update."""
-
-    def attach(
-        self, before_reduce: Callable[[], None], decide: Callable[[], Tensor | None], partition: ZeroPartition
-    ) -> None:
-        self._before_reduce = before_reduce
-        self._decide = decide
-        self._partition = partition
-
-    def _exec_reduce_grads(self) -> None:
-        self._before_reduce()
-        super()._exec_reduce_grads()
-
-    def _exec_optimizer_step(self, lr_kwargs: Any = None) -> None:
-        norm = self._decide()
-        if norm is None:
-            self._partition.discard()
-            return
-        self.optimizer.step = lambda: self._partition.step(norm)
-        super()._exec_optimizer_step(lr_kwargs)
-
-    def _aggregate_total_loss(self) -> Tensor:
-        # Its collectives are not needed: the loss travels with the signals.
-        return torch.zeros(())
-
-    _INSTRUCTION_MAP: ClassVar = {
-        **PipelineEngine._INSTRUCTION_MAP,
-        schedule.ReduceGrads: _exec_reduce_grads,
-        schedule.OptimizerStep: _exec_optimizer_step,
-    }
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence DeepSpeed's prints and log lines while it is built; its errors still come through."""
-    logger = logging.getLogger("DeepSpeed")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            yield
-    finally:
-        logger.setLevel(level)

@@ -10,6 +10,7 @@ import os
 import queue
 import socket
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -76,7 +77,9 @@ class _Bare:
     function: Callable[..., Any]
 
 
-def _command(rank: int, arguments: list[str], directory: str, port: int, world_size: int) -> Finished:
+def _command(
+    rank: int, arguments: list[str], more: list[str], directory: str, port: int, world_size: int
+) -> Finished:
     from launcher.__main__ import main
 
     variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)} if world_size > 1 else {}
@@ -88,7 +91,7 @@ def _command(rank: int, arguments: list[str], directory: str, port: int, world_s
     os.environ.update(variables)
     os.chdir(directory)
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = main(arguments)
+        code = main(arguments + more if rank == 1 else arguments)
     for name in variables:
         os.environ.pop(name)
     os.environ.update({name: value for name, value in before.items() if value is not None})
@@ -130,15 +133,22 @@ class Ranks:
             tasks.put((self._number, world_size, store, function, args))
         results: dict[int, Any] = {}
         errors: dict[int, str] = {}
-        while len(results) + len(errors) < world_size:
+        deadline = time.monotonic() + TIMEOUT_SECONDS
+        while len(results) + len(errors) < world_size and time.monotonic() < deadline:
             try:
-                # After an error the others may hang in a collective; a moment shows who fails too.
-                wait = 5 if errors else TIMEOUT_SECONDS
-                _, rank, fine, value = self._results.get(timeout=wait)
+                _, rank, fine, value = self._results.get(timeout=1)
             except queue.Empty:
-                errors = errors or {-1: f"no answer; only {sorted(results)} finished"}
-                break
+                gone = [r for r, p in enumerate(self._processes[:world_size]) if not p.is_alive()]
+                if gone and not errors:
+                    errors[gone[0]] = "the process has ended without an answer"
+                    deadline = min(deadline, time.monotonic() + 5)
+                continue
             (results if fine else errors)[rank] = value
+            if not fine:
+                # The others may hang in a collective; a moment shows who fails too.
+                deadline = min(deadline, time.monotonic() + 5)
+        if len(results) + len(errors) < world_size and not errors:
+            errors[-1] = f"no answer in {TIMEOUT_SECONDS} s; only ranks {sorted(results)} finished"
         if errors:
             self._kill()
             self._start()
@@ -147,12 +157,18 @@ class Ranks:
             )
         return [results[rank] for rank in range(world_size)]
 
-    def launch(self, world_size: int, arguments: list[str], directory: Path) -> list["Finished"]:
-        """The command line on so many ranks, as torchrun would start it, in a working directory."""
+    def launch(
+        self, world_size: int, arguments: list[str], directory: Path, rank_1: list[str] | None = None
+    ) -> list["Finished"]:
+        """The command line on so many ranks, as torchrun would start it, in a working directory.
+
+        rank_1: arguments that only rank 1 gets besides.
+        """
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        return self.run(world_size, _Bare(_command), arguments, str(directory), port, world_size)
+        more = rank_1 or []
+        return self.run(world_size, _Bare(_command), arguments, more, str(directory), port, world_size)
 
     def _kill(self) -> None:
         for process in self._processes:

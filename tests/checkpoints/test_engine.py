@@ -41,7 +41,9 @@ def begin(case: Case, run_dir: str) -> dict[str, Any]:
     for step in (1, 2):
         update(engine, case, step)
     saved = logical_state(engine)
-    Manager(Path(run_dir), Checkpoint(), engine.mesh).save(engine, Cursor(attempt=2, step=2), {})
+    Manager(Path(run_dir), Checkpoint(background=False), engine.mesh).save(
+        engine, Cursor(attempt=2, step=2), {}
+    )
     return {
         "state": saved,
         "next": [update(engine, case, step) for step in (3, 4)],
@@ -53,7 +55,7 @@ def go_on(case: Case, source: str, target: str) -> dict[str, Any]:
     """Another process: restore, save again, two updates; then back in the same process, and once more."""
     engine = build(case)
     update(engine, case, 9)  # an engine that has lived; nothing of this may remain
-    manager = Manager(Path(target), Checkpoint(), engine.mesh)
+    manager = Manager(Path(target), Checkpoint(background=False), engine.mesh)
     found = manager.restore(engine, source)
     assert found and found.cursor.step == 2
     restored = logical_state(engine)

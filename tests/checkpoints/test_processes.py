@@ -50,9 +50,11 @@ def save_and_load(run_dir: str) -> dict[str, Any]:
     engine.fill(values, 7)
     full = FullDisk() if mesh.world.rank == 1 else LocalFiles()
     refused = failure(
-        lambda: Manager(Path(run_dir), Checkpoint(), mesh, files=full).save(engine, Cursor(), {})
+        lambda: Manager(Path(run_dir), Checkpoint(background=False), mesh, files=full).save(
+            engine, Cursor(), {}
+        )
     )
-    manager = Manager(Path(run_dir), Checkpoint(), mesh)
+    manager = Manager(Path(run_dir), Checkpoint(background=False), mesh)
     path = manager.save(engine, Cursor(attempt=8, step=7), {"a": 1})
     for memory in engine.memory.values():
         memory.zero_()
@@ -96,7 +98,7 @@ def test_two_processes(ranks: Ranks, tmp_path: Path) -> None:
     assert second["refused"].startswith("OSError") and "rank 1" in first["refused"]
     # and in this process, without a process group, at one rank
     engine = FakeEngine(model(), single_mesh())
-    assert Manager(tmp_path, Checkpoint(), engine.mesh).restore(engine, "auto")
+    assert Manager(tmp_path, Checkpoint(background=False), engine.mesh).restore(engine, "auto")
     assert holds(engine, reference(model()))
 
 

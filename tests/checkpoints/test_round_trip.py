@@ -38,7 +38,9 @@ def save(
         mesh = make_mesh(rank, tp, pp, dp)
         engine = FakeEngine(tensors, mesh, bf16=bf16)
         engine.fill(values, cursor.step)
-        manager = Manager(run_dir, Checkpoint(**options), mesh, ABOUT, exchange=exchange, block_bytes=512)
+        manager = Manager(
+            run_dir, Checkpoint(background=False, **options), mesh, ABOUT, exchange=exchange, block_bytes=512
+        )
         return manager.save(engine, cursor, EXTRA)
 
     paths = on_ranks(tp * pp * dp, work)
@@ -57,7 +59,9 @@ def restore(
         engine = FakeEngine(tensors, mesh, bf16=bf16)
         for memory in engine.memory.values():
             memory.fill_(7.0)
-        manager = Manager(run_dir, Checkpoint(), mesh, ABOUT, say=said.append, exchange=exchange)
+        manager = Manager(
+            run_dir, Checkpoint(background=False), mesh, ABOUT, say=said.append, exchange=exchange
+        )
         try:
             answer = manager.restore(engine, resume)
         except (ValueError, RuntimeError) as error:
@@ -94,7 +98,9 @@ def test_through_many_layouts(tmp_path: Path, vocabulary: int) -> None:
 
         def work(rank, exchange, results=results, number=number):
             engine = results[rank][0]
-            manager = Manager(tmp_path / str(number), Checkpoint(), engine.mesh, ABOUT, exchange=exchange)
+            manager = Manager(
+                tmp_path / str(number), Checkpoint(background=False), engine.mesh, ABOUT, exchange=exchange
+            )
             return manager.save(engine, CURSOR, EXTRA)
 
         assert isinstance(on_ranks(tp * pp * dp, work)[0], Path)
@@ -105,7 +111,7 @@ def test_live_memory_outside_the_pieces_stays(tmp_path: Path) -> None:
     save(tmp_path, tensors, (1, 1, 1), reference(tensors))
     engine = FakeEngine(tensors, make_mesh(0, 1, 1, 1))
     engine.memory["master"] = torch.full((8,), 3.0)  # two rows of padding behind the piece
-    Manager(tmp_path, Checkpoint(), engine.mesh).restore(engine, "auto")
+    Manager(tmp_path, Checkpoint(background=False), engine.mesh).restore(engine, "auto")
     assert holds(engine, reference(tensors))
     assert engine.memory["master"][6:].tolist() == [3.0, 3.0]
 

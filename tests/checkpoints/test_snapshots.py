@@ -43,9 +43,7 @@ def test_training_goes_on_while_a_save_is_written(tmp_path: Path) -> None:
     def work(rank, exchange):
         files = Gate()
         engine = FakeEngine(model(), make_mesh(rank, 2, 1, 1))
-        manager = Manager(
-            tmp_path, Checkpoint(), engine.mesh, files=files, exchange=exchange, background=True
-        )
+        manager = Manager(tmp_path, Checkpoint(), engine.mesh, files=files, exchange=exchange)
         extra = {"history": [1.0]}
         engine.fill(VALUES[10], 10)
         manager.save(engine, at(10), extra)
@@ -80,9 +78,7 @@ def test_a_failed_background_save_is_raised_on_every_rank(tmp_path: Path) -> Non
     def work(rank, exchange):
         engine = FakeEngine(model(), make_mesh(rank, 2, 1, 1))
         files = Broken() if rank == 1 else LocalFiles()
-        manager = Manager(
-            tmp_path, Checkpoint(), engine.mesh, files=files, exchange=exchange, background=True
-        )
+        manager = Manager(tmp_path, Checkpoint(), engine.mesh, files=files, exchange=exchange)
         manager.save(engine, at(10), {})
         with pytest.raises((OSError, RuntimeError), match="No space left"):
             manager.wait()
@@ -114,7 +110,8 @@ def test_check_tells_of_a_failure_without_waiting() -> None:
 def rewinding(run_dir: Path, rank: int, exchange: Any, steps=(10, 20, 30, 40)) -> tuple[Manager, FakeEngine]:
     """Two snapshots are kept; steps 10 and 30 are saved too."""
     engine = FakeEngine(model(), make_mesh(rank, 1, 2, 1))
-    manager = Manager(run_dir, Checkpoint(), engine.mesh, exchange=exchange, snapshots=2)
+    config = Checkpoint(snapshot_every=10, snapshots=2)
+    manager = Manager(run_dir, config, engine.mesh, exchange=exchange)
     for step in steps:
         engine.fill(VALUES[step], step)
         manager.snapshot(engine, at(step), {"step": step})

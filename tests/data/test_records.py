@@ -240,7 +240,7 @@ def test_a_dataset_is_asked_for_by_name_configuration_and_split(
         return datasets.Dataset.from_dict({"text": ["far away"]}).to_iterable_dataset()
 
     monkeypatch.setattr(datasets, "load_dataset", answer)
-    for name in ("owner/name", "owner/name:part-10"):
+    for name in ("hf:owner/name", "hf:owner/name:part-10"):
         source = SourceConfig(kind="files", paths=[name], split="valid", weight=1.0)
         (file,) = discover(source, tmp_path)
         (block,) = blocks(file, source, eos_id=None)

@@ -90,7 +90,7 @@ def test_directories_patterns_and_files_in_a_fixed_order(tmp_path: Path) -> None
     assert [f.format for f in files(tmp_path / "f.png")] == ["text"]  # named itself: the user means it
     assert [f.format for f in files(tmp_path / "h.bin", dtype="uint16")] == ["bin"]
     assert len(files(tmp_path, dtype="uint16")) == 6
-    assert files("owner/name") == [sources.SourceFile("owner/name", "dataset", "name:owner/name", 0)]
+    assert files("hf:owner/name") == [sources.SourceFile("owner/name", "dataset", "name:owner/name", 0)]
 
 
 def test_another_content_is_another_state(tmp_path: Path) -> None:
@@ -172,3 +172,9 @@ def test_settings_that_cannot_be_meant_are_refused(settings: dict[str, object], 
         Data(**settings)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="positive number"):
         SourceConfig(kind="stdlib", weight=float("nan"))
+
+
+def test_a_path_with_a_slip_never_reaches_the_network(tmp_path: Path) -> None:
+    source = SourceConfig(kind="files", paths=["corpus"], weight=1.0)
+    with pytest.raises(ValueError, match=r"no such file, directory or match: corpus .* is written hf:NAME"):
+        sources.discover(source, tmp_path)

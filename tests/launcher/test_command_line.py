@@ -234,7 +234,7 @@ def test_a_sweep_gives_every_run_its_directory(calls: list[Any]) -> None:
 
 
 def test_hydras_own_settings_may_be_changed(calls: list[Any]) -> None:
-    arguments = [*SMALL, "-m", "optim.lr=1,2", "hydra.sweep.dir=sweeps", "hydra/job_logging=disabled"]
+    arguments = [*SMALL, "-m", "optim.lr=1,2", "hydra.sweep.dir=sweeps", "hydra/hydra_logging=none"]
     assert command_line.main(arguments) == 0
     assert len(calls) == 2
     assert [path.name for path in Path.cwd().iterdir()] == ["sweeps"]

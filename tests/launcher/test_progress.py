@@ -58,13 +58,18 @@ def test_plain_lines_where_there_is_no_terminal(tmp_path: Path) -> None:
     assert (tmp_path / "log").read_text().splitlines() == expected
 
 
-def test_one_live_line_on_a_terminal(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("columns", "bar"), [("130", True), ("90", False)])
+def test_one_live_line_on_a_terminal(
+    tmp_path: Path, columns: str, bar: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
     stream = StringIO()
     progress = Progress(steps=3, file=tmp_path / "log", stream=stream, terminal=True)
     progress.start()
     progress.update(3, seconds=1.0, loss=2.5, lr=0.5, norm=1.0)
     progress.stop()
-    assert "step 3/3" in stream.getvalue() and "loss 2.5000" in stream.getvalue()
+    assert "step 3/3" in stream.getvalue() and "ETA 0:00:00" in stream.getvalue()
+    assert ("━" in stream.getvalue()) == bar
     assert "\x1b[" in stream.getvalue()  # the line is rewritten in place
     assert (tmp_path / "log").read_text().startswith("step 3/3  loss 2.5000")
 
@@ -115,7 +120,7 @@ def test_garbage_is_collected_at_multiples_only() -> None:
         return id(node)
 
     def alive() -> int:
-        return sum(isinstance(thing, Node) for thing in gc.get_objects())
+        return sum(type(thing) is Node for thing in gc.get_objects())
 
     assert gc.isenabled()
     with GarbageCollection(3) as garbage:

@@ -191,6 +191,15 @@ def test_a_configuration_that_does_not_continue_the_run_is_refused(
     assert json.loads((straight / "status.json").read_text())["state"] == "finished"
 
 
+def test_ranks_that_were_started_differently_are_refused(place: Path, ranks: Ranks) -> None:
+    base = [*BASE[:-1], "run.name=unlike", "run.timeout_seconds=60"]
+    results = ranks.launch(2, base, place, rank_1=["optim.lr=0.5"])
+    assert results[1].code == 2, results[1].stderr
+    assert "optim.lr is 0.02 on rank 0 and 0.5 on rank 1" in results[1].stderr
+    assert results[0].code != 0 and "error on rank 1" in results[0].stderr
+    assert not (place / "runs" / "unlike" / "metrics.jsonl").exists()
+
+
 def test_a_dry_run_builds_everything_and_writes_nothing(place: Path, ranks: Ranks) -> None:
     arguments = [*BASE[:-1], "run.name=dry", "dry_run=true", "parallel.pp=2"]
     results = ranks.launch(2, arguments, place)

@@ -1,0 +1,42 @@
+"""Which checkpoints stay, and why each does."""
+
+from collections.abc import Iterable, Mapping
+
+NEWEST, PROTECTED, BEST, EVERY, LAST = "newest", "protected", "best", "every", "last"
+
+
+def kept(
+    present: Iterable[int],
+    *,
+    newest: int,
+    keep: int,
+    keep_every: int = 0,
+    keep_best: int = 0,
+    protected: Iterable[int] = (),
+    losses: Mapping[int, float] | None = None,
+) -> dict[int, str]:
+    """The steps that stay, of those that are there, each with its reason: the first that holds of
+
+    newest: the one just written, which is complete; protected: the newest good one and the source of a
+    pending rewind, named by the caller, at most two; best: the keep_best lowest held-out losses; every:
+    multiples of keep_every (0: none); last: the last `keep` (0: all). So at most keep + keep_best + 2 stay
+    beside the multiples. Steps above the newest were left behind by a rewind: they count as the oldest, and
+    are never best.
+    """
+    present = set(present)
+    order = sorted(present, key=lambda step: (step <= newest, step))
+    known = {s: loss for s, loss in (losses or {}).items() if s in present and s <= newest}
+    best = sorted(known, key=lambda step: (known[step], -step))[:keep_best]
+    multiples = [step for step in order if keep_every and step % keep_every == 0]
+    reasons: dict[int, str] = {}
+    for reason, steps in (
+        (NEWEST, [newest]),
+        (PROTECTED, protected),
+        (BEST, best),
+        (EVERY, multiples),
+        (LAST, order[-keep:] if keep else order),
+    ):
+        for step in steps:
+            if step in present:
+                reasons.setdefault(step, reason)
+    return reasons

@@ -1,0 +1,96 @@
+"""Going back in the process: the state of an earlier step, samples that are never fed, a new segment."""
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from checkpoints.choose import Rewind
+from checkpoints.manager import Manager, Rewound
+from launcher.metrics import MetricsWriter
+from launcher.rundirectory import RunDirectory
+from megamodel.data.batch import Cursor
+from parallel.engine import Engine
+
+Range = tuple[int, int]  # [start, stop) of sample numbers
+
+
+@dataclass(frozen=True)
+class Rewinder:
+    """What a rewind touches. past: the rewinds of this run so far; extra: what goes into checkpoints."""
+
+    engine: Engine
+    checkpoints: Manager
+    metrics: MetricsWriter
+    directory: RunDirectory
+    extra: dict[str, Any]
+    past: list[Rewind] = field(default_factory=list)
+
+    def rewind(
+        self,
+        cursor: Cursor,
+        to: int,
+        skip: Range | None,
+        *,
+        announce: Callable[[Rewound], None] = lambda rewound: None,
+    ) -> Cursor:
+        """Back to the newest state of at most `to` updates; `skip` is never fed again. The new cursor.
+
+        Collective, never from inside a step. Step, sample and tokens go back, attempts go on, skipped ranges
+        are united. announce: called on every rank before anything changes, with what is gone back to: there
+        rank 0 writes its record and syncs it. `extra` becomes that of the earlier state, but for the segment.
+        ValueError when there is nothing to go back to.
+        """
+        rewound = self.checkpoints.rewind(self.engine, to, rewinds=self.past, announce=announce)
+        self.past.append(Rewind(cursor.attempt, rewound.cursor.step))
+        self.metrics.rewind(rewound.cursor.step)
+        self.directory.step = rewound.cursor.step
+        self.extra.clear()
+        self.extra.update(rewound.extra | {"segment": self.metrics.segment})
+        ranges = [*rewound.cursor.skipped, *cursor.skipped, *([skip] if skip else [])]
+        return replace(rewound.cursor, attempt=cursor.attempt, skipped=united(ranges))
+
+
+def united(ranges: Iterable[Range]) -> tuple[Range, ...]:
+    """Sorted and disjoint; ranges that overlap or touch become one."""
+    found: list[Range] = []
+    for start, stop in sorted(ranges):
+        if start >= stop:
+            continue
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(stop, found[-1][1])
+        else:
+            found.append((start, stop))
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A rewind as events.jsonl tells of it."""
+
+    attempt: int
+    snapshot_step: int
+    skipped: tuple[int, ...]  # start and stop, or nothing
+
+
+def recorded(events: Path) -> list[Recorded]:
+    """The rewinds that were decided in a run, in order; an unfinished last line does not count."""
+    found = []
+    if not events.exists():
+        return found
+    for line in events.read_bytes().splitlines(keepends=True):
+        try:
+            record = json.loads(line) if line.endswith(b"\n") else {}
+        except ValueError:
+            continue
+        if isinstance(record, dict) and record.get("event") == "rewind":
+            skipped = tuple(int(n) for n in record.get("skipped") or ())
+            found.append(Recorded(int(record["attempt"]), int(record["snapshot_step"]), skipped))
+    return found
+
+
+def applied_again(cursor: Cursor, records: Iterable[Recorded]) -> Cursor:
+    """The cursor of a checkpoint after the rewinds that were decided later than it was written."""
+    later = [(r.skipped[0], r.skipped[1]) for r in records if r.attempt > cursor.attempt and r.skipped]
+    return replace(cursor, skipped=united([*cursor.skipped, *later])) if later else cursor

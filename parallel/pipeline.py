@@ -1,0 +1,122 @@
+"""DeepSpeed's pipeline module and engine, with our layers, our stages and two replaced instructions."""
+
+import contextlib
+import io
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar, Protocol
+
+import torch
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.runtime.pipe import schedule
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+from torch import Tensor, nn
+
+from parallel.mesh import Mesh
+from parallel.zero import ZeroPartition
+
+
+class LayerLike(Protocol):
+    """How the engine builds a layer: see megamodel.model.Layer."""
+
+    @property
+    def build(self) -> Callable[[], nn.Module]: ...
+    @property
+    def cost(self) -> float: ...
+    @property
+    def is_block(self) -> bool: ...
+    @property
+    def tied(self) -> str | None: ...
+    @property
+    def apply(self) -> Callable[[nn.Module, Tensor], Tensor] | None: ...
+
+
+class StagedModule(PipelineModule):
+    """DeepSpeed's pipeline module over our stage bounds."""
+
+    def __init__(
+        self, layers: Sequence[LayerLike], loss: Callable[..., Tensor], mesh: Mesh, bounds: Sequence[int]
+    ) -> None:
+        self._our_bounds = list(bounds)
+        topology = PipeModelDataParallelTopology(
+            num_pp=mesh.pp.size, num_mp=mesh.tp.size, num_dp=mesh.dp.size
+        )
+        super().__init__(layers=[_spec(layer) for layer in layers], topology=topology, loss_fn=loss)
+
+    def _partition_layers(self, method: str = "") -> None:
+        self.parts = self._our_bounds
+        stage = self._topo.get_coord(self.global_rank).pipe
+        self._set_bounds(start=self.parts[stage], stop=self.parts[stage + 1])
+
+
+def _spec(layer: LayerLike) -> LayerSpec:
+    if layer.tied is None:
+        return _DeferredSpec(layer.build)
+    return _DeferredTiedSpec(layer.tied, layer.build, layer.apply)
+
+
+class _DeferredSpec(LayerSpec):
+    def __init__(self, build: Callable[[], nn.Module]) -> None:
+        super().__init__(nn.Module)
+        self._build = build
+
+    def build(self, log: bool = False) -> nn.Module:
+        return self._build()
+
+
+class _DeferredTiedSpec(TiedLayerSpec):
+    def __init__(
+        self, key: str, build: Callable[[], nn.Module], apply: Callable[[nn.Module, Tensor], Tensor] | None
+    ) -> None:
+        super().__init__(key, nn.Module, forward_fn=apply, tied_weight_attr="matrix.weight")
+        self._build = build
+
+    def build(self, log: bool = False) -> nn.Module:
+        return self._build()
+
+
+class GuardedEngine(PipelineEngine):
+    """DeepSpeed's engine with our sums before the reduction and our judgement before the update."""
+
+    def attach(
+        self, before_reduce: Callable[[], None], decide: Callable[[], Tensor | None], partition: ZeroPartition
+    ) -> None:
+        self._before_reduce = before_reduce
+        self._decide = decide
+        self._partition = partition
+
+    def _exec_reduce_grads(self) -> None:
+        self._before_reduce()
+        super()._exec_reduce_grads()
+
+    def _exec_optimizer_step(self, lr_kwargs: Any = None) -> None:
+        norm = self._decide()
+        if norm is None:
+            self._partition.discard()
+            return
+        self.optimizer.step = lambda: self._partition.step(norm)
+        super()._exec_optimizer_step(lr_kwargs)
+
+    def _aggregate_total_loss(self) -> Tensor:
+        # Its collectives are not needed: the loss travels with the signals.
+        return torch.zeros(())
+
+    _INSTRUCTION_MAP: ClassVar = {
+        **PipelineEngine._INSTRUCTION_MAP,
+        schedule.ReduceGrads: _exec_reduce_grads,
+        schedule.OptimizerStep: _exec_optimizer_step,
+    }
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Silence DeepSpeed's prints and log lines while it is built; its errors still come through."""
+    logger = logging.getLogger("DeepSpeed")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        logger.setLevel(level)
