@@ -28,6 +28,7 @@ from launcher.telling import beginning, dry_run_text, ending, overridden, prepar
 from launcher.train import Run
 from launcher.train import train as loop
 from megamodel.accounting import flops_per_token
+from megamodel.auxiliary import Auxiliary
 from megamodel.data.batch import Batch, Cursor
 from megamodel.data.held_out import HeldOut
 from megamodel.data.loader import Loader
@@ -37,6 +38,7 @@ from megamodel.data.prepared import Prepared
 from megamodel.dropout import Clock
 from megamodel.loss import Loss
 from megamodel.model import layers
+from megamodel.moe import Routed
 from megamodel.optim import adamw
 from parallel.engine import Engine
 from parallel.exchange import Exchange, exchange_over, together
@@ -200,7 +202,7 @@ def _metrics(
 
 def build_engine(settled: Plan, mesh: Mesh) -> Engine:
     """The model of a configuration on the mesh, under the engine."""
-    config, clock = settled.config, Clock()
+    config, clock, auxiliary = settled.config, Clock(), Auxiliary()
     parallel = TensorParallel(mesh.tp, sequence=config.parallel.sequence_parallel)
     shard = VocabularyShard(config.model.vocab_size, mesh.tp)
     built = layers(
@@ -210,6 +212,7 @@ def build_engine(settled: Plan, mesh: Mesh) -> Engine:
         parallel=parallel,
         recompute=config.parallel.recompute == "block",
         clock=clock,
+        auxiliary=auxiliary,
     )
     return Engine(
         built,
@@ -222,6 +225,7 @@ def build_engine(settled: Plan, mesh: Mesh) -> Engine:
         clip_norm=config.optim.clip_norm,
         stage_layers=config.parallel.stage_layers,
         set_step=clock.set,
+        auxiliary=auxiliary if isinstance(config.model.experts, Routed) else None,
     )
 
 

@@ -62,9 +62,9 @@ def mean_keys(sequence_length: int, window: int | None) -> float:
 def flops_per_token(model: Model, sequence_length: int) -> Flops:
     """FLOPs of one token in a sequence of S:
 
-    forward = 2 sum over layers of (attention + feed-forward elements) + 2 H (query + value width) keys + 2 V D,
-    keys = `mean_keys` of the layer's window; training = 3 forward. For grouped attention the elements are
-    2 D (H + K) E and m D F, with m = 3 matrices when gated, else 2. Sparse patterns count as full attention.
+    forward = sum over layers of 2 (attention + feed-forward elements) + 2 H (query + value width) keys, and
+    2 V D; keys = `mean_keys` of the layer's window; training = 3 forward. Grouped attention has 2 D (H + K) E
+    elements, a feed-forward m D F, m = 3 when gated, else 2. Sparse patterns count as full attention.
     """
     projections = attention = feedforward = 0.0
     for number in range(model.n_layers):

@@ -26,7 +26,7 @@ class QkNorm:
     scope: Literal["none", "head", "each_head", "projection"] = setting(
         "none",
         on_resume="must_equal",
-        help="head: every head alone, one gain for all; each_head: a gain each; projection: all heads at once",
+        help="head: each alone, one gain for all; each_head: a gain each; projection: all heads at once",
     )
     norm: Norm = setting(factory=Norm, on_resume="must_equal", help="the norm")
 

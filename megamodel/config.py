@@ -55,9 +55,7 @@ class Logits:
 class LayerKind:
     """How a layer of this kind differs from model.attention and model.position."""
 
-    window: int | None = setting(
-        None, on_resume="must_equal", help="the window of its layers; null: all keys"
-    )
+    window: int | None = setting(None, on_resume="must_equal", help="their window; null: all keys")
     sparse: Sparse = setting("none", on_resume="must_equal", help="the sparse pattern of its layers")
     position: PositionConfig | None = setting(
         None, on_resume="must_equal", help="the positions of its layers; null: model.position"

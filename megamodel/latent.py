@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from conf.typed import config, setting
+from conf.typed import config, parse, setting
 from megamodel.attention import Masked, Place, lengths_for
 from megamodel.cache import Cache
 from megamodel.norm import Norm, build_norm
@@ -80,7 +80,7 @@ class LatentAttention(nn.Module):
         super().__init__()
         self.settings, self.parallel, name = settings, place.parallel, place.name
         group, rank, bias = place.parallel.group, settings.query_rank, settings.bias
-        latent_norm = Norm(eps=settings.latent_eps)
+        latent_norm = parse(Norm, {"eps": settings.latent_eps})
         self.q_down = self.q_latent_norm = None
         if rank is not None:
             self.q_down = InnerLinear(

@@ -28,7 +28,7 @@ from megamodel.position import (
     build_absolute,
     build_position,
 )
-from parallel.tensor import TensorParallel, VocabularyMatrix
+from parallel.tensor import TensorParallel, VocabularyBias, VocabularyMatrix
 
 
 class Embedding(nn.Module):
@@ -45,7 +45,6 @@ class Embedding(nn.Module):
             settings.d_model,
             std=standard_deviation(settings)(settings.d_model),
             parallel=parallel,
-            bias=settings.logits.bias and settings.tie_embeddings,
         )
         self.parallel = parallel
         self.scale = settings.embedding.scale
@@ -63,7 +62,20 @@ class Embedding(nn.Module):
 
     def unembed(self, x: Tensor) -> Tensor:
         """The tied head: x -> logits of this rank's vocabulary rows."""
-        return finished(self.settings, self.matrix.logits(x))
+        logits = self.matrix.logits(x)
+        return logits if self.settings.bias else finished(self.settings, logits)
+
+
+class Tail(nn.Module):
+    """The bias of a tied head, which has to stand outside of what is tied: logits -> logits."""
+
+    def __init__(self, settings: Model, *, parallel: TensorParallel) -> None:
+        super().__init__()
+        self.settings = settings.logits
+        self.bias = VocabularyBias("head.bias", settings.vocab_size, parallel.group)
+
+    def forward(self, logits: Tensor) -> Tensor:
+        return finished(self.settings, self.bias(logits))
 
 
 def needs_entry(settings: Model) -> bool:
@@ -242,12 +254,14 @@ def layers(
         if settings.tie_embeddings
         else Layer(started(lambda: Head(settings, parallel=parallel)), cost=vocabulary_cost)
     )
+    tail = Layer(started(lambda: Tail(settings, parallel=parallel)), cost=float(settings.vocab_size))
     return [
         Layer(embedding, cost=width, tied=tied),
         *([entry] if needs_entry(settings) else []),
         *[block(layer) for layer in range(settings.n_layers)],
         Layer(started(lambda: FinalNorm(settings, parallel=parallel)), cost=width),
         head,
+        *([tail] if settings.tie_embeddings and settings.logits.bias else []),
     ]
 
 

@@ -71,12 +71,14 @@ class Normalise(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.fused and x.dtype == torch.float32 and self.weight is not None:
             return F.rms_norm(x, self.weight.shape, self.weight, self.settings.eps)
-        return scaled(self.settings, self.standardise(x.float(), self.settings.eps), self, x.dtype)
+        y = self.standardise(x.float(), self.settings.eps)
+        return scaled(self.settings, y, self.weight, self.bias, x.dtype)
 
 
-def scaled(settings: Norm, x: Tensor, learned: nn.Module, dtype: torch.dtype) -> Tensor:
+def scaled(
+    settings: Norm, x: Tensor, weight: Tensor | None, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
     """x_hat in fp32 -> (offset + g) x_hat + b in dtype, rounded where the settings say."""
-    weight, bias = learned.weight, learned.bias  # as wide as the last dimension or dimensions of x
     if settings.rounds_first:
         x = x.to(dtype)
     if weight is not None:
@@ -134,7 +136,7 @@ class ProjectionNorm(nn.Module):
         if self.centred:
             y = y - self._mean(y)
         y = y * (self._mean(y.square()) + self.settings.eps).rsqrt()
-        return scaled(self.settings, y, self, x.dtype)
+        return scaled(self.settings, y, self.weight, self.bias, x.dtype)
 
     def _mean(self, y: Tensor) -> Tensor:
         total = y.sum((-2, -1), keepdim=True) / self.copies

@@ -61,7 +61,7 @@ class DynamicScaling:
 class YarnScaling:
     """theta (1 - ramp) + (theta / s) ramp over the pair index (Peng et al. 2023).
 
-    c(n) = R ln(T0 / (2 pi n)) / (2 ln base), ramp(t) = clamp((t - low) / (high - low), 0, 1) from low = c(fast)
+    c(n) = R ln(T0 / (2 pi n)) / (2 ln base), ramp(t) = clamp((t - low) / (high - low), 0, 1), low = c(fast)
     to high = c(slow), rounded outwards when `truncate`. cos and sin are multiplied by `attention_factor`, or
     m(s, mscale) / m(s, mscale_all_dim), or m(s, 1); m(s, a) = 0.1 a ln s + 1.
     """
@@ -102,7 +102,7 @@ class Llama3Scaling:
 
 @config
 class LongRopeScaling:
-    """theta_t / f_t with the short list up to T0, else the long one; cos and sin times sqrt(1 + ln s / ln T0)."""
+    """theta_t / f_t, the short list up to T0, else the long one; cos, sin times sqrt(1 + ln s / ln T0)."""
 
     kind: Literal["longrope"] = setting("longrope", on_resume="must_equal", help="a factor for each pair")
     short: list[float] = setting(factory=list, on_resume="must_equal", help="factors up to T0")
@@ -116,8 +116,8 @@ class LongRopeScaling:
     def __post_init__(self) -> None:
         if len(self.short) != len(self.long) or not self.short:
             raise ValueError(
-                f"scaling.short ({len(self.short)} factors) and scaling.long ({len(self.long)}) must have one "
-                "factor for each rotated pair"
+                f"scaling.short ({len(self.short)} factors) and scaling.long ({len(self.long)}) must have "
+                "one factor for each rotated pair"
             )
 
 

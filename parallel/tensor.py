@@ -224,9 +224,7 @@ class VocabularyMatrix(nn.Module):
         offset = min(self.shard.start, vocab_size)
         piece = Piece(f"{name}.weight", (vocab_size, d_model), (offset, 0), (rows, d_model))
         tag(self.weight, [piece], Fill(0.0, std))
-        self.bias = nn.Parameter(torch.empty(self.shard.rows)) if bias else None
-        if self.bias is not None:
-            tag(self.bias, [Piece(f"{name}.bias", (vocab_size,), (offset,), (rows,))], Fill(0.0, 0.0))
+        self.bias = VocabularyBias(f"{name}.bias", vocab_size, parallel.group) if bias else None
 
     def embed(self, tokens: Tensor) -> Tensor:
         """tokens (B, S) -> (B, S, D), or (B, S / tp, D) under sequence parallelism."""
@@ -240,5 +238,21 @@ class VocabularyMatrix(nn.Module):
     def logits(self, x: Tensor) -> Tensor:
         """x (B, S, D) or (B, S / tp, D) -> (B, S, true rows of this rank)."""
         rows = self.shard.true_rows
-        bias = None if self.bias is None else self.bias[:rows]
-        return F.linear(self.parallel.enter(x), self.weight[:rows], bias)
+        logits = F.linear(self.parallel.enter(x), self.weight[:rows])
+        return logits if self.bias is None else self.bias(logits)
+
+
+class VocabularyBias(nn.Module):
+    """A number for each token of the vocabulary, split and padded as the rows of its matrix."""
+
+    def __init__(self, name: str, vocab_size: int, group: Group) -> None:
+        super().__init__()
+        shard = VocabularyShard(vocab_size, group)
+        self.rows = shard.true_rows
+        self.weight = nn.Parameter(torch.empty(shard.rows))
+        offset = (min(shard.start, vocab_size),)
+        tag(self.weight, [Piece(name, (vocab_size,), offset, (self.rows,))], Fill(0.0, 0.0))
+
+    def forward(self, logits: Tensor) -> Tensor:
+        """logits (B, S, true rows of this rank) -> the same with the bias added."""
+        return logits + self.weight[: self.rows]
