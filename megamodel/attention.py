@@ -217,18 +217,10 @@ def lengths_for(position: Position, positions: Tensor, *, documents: bool) -> Te
 def remembered(
     position: Position, cache: Cache, q: Tensor, k: Tensor, v: Tensor, positions: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Rotated q and all keys, all values, and the keys' positions, with k and v put into the cache.
-
-    Keys are kept rotated, but for an encoding that varies with the length, which turns them all each time.
-    """
-    places = positions.clamp(min=0)
+    """Rotated q, all rotated keys, all values and the keys' positions, with k and v put into the cache."""
     lengths = lengths_for(position, positions, documents=False)
-    q = position.turn(q, places, lengths)
-    if not position.varies:
-        k = position.turn(k, places, lengths)
+    q, k = position.rotate(q, k, positions.clamp(min=0), lengths)
     (k, v), key_positions = cache.extend([k, v], positions)
-    if position.varies:
-        k = position.turn(k, key_positions.clamp(min=0), lengths)
     return q, k, v, key_positions
 
 

@@ -121,6 +121,7 @@ class Block(nn.Module):
             return KeyedDropout(p, seed=seed, layer=layer, site=site, clock=clock)
 
         self.recompute, self.parallel = recompute, parallel
+        self.regime = position.regime
         inner = own.attention.n_heads * own.attention.value_width
         place = Place(
             name=f"{name}.attention",

@@ -126,13 +126,9 @@ class LatentAttention(nn.Module):
         q = torch.cat((q_nope, turn(q_rope, places, lengths)), dim=-1)
         latent, rope = self.kv_down(x).split((s.kv_rank, s.rope_width), dim=-1)
         latent, rope = self.kv_norm(latent), rope.unsqueeze(2)  # (B, S, C), (B, S, 1, R)
-        key_positions = None
-        if cache is None or not self.position.varies:
-            rope = turn(rope, places, lengths)
+        rope, key_positions = turn(rope, places, lengths), None
         if cache is not None:
             (latent, rope), key_positions = cache.extend([latent, rope], positions)
-            if self.position.varies:
-                rope = turn(rope, key_positions.clamp(min=0), lengths)
         kv = self.kv(latent)[0].unflatten(-1, (-1, s.nope_width + s.value_width))
         k_nope, v = kv.split((s.nope_width, s.value_width), dim=-1)
         k = torch.cat((k_nope, rope.expand(-1, -1, k_nope.shape[2], -1)), dim=-1)  # (B, N, h, P + R)

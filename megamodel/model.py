@@ -327,6 +327,11 @@ class Transformer(nn.Module):
         assert isinstance(x, Tensor)
         return x
 
+    def regime(self, length: int) -> tuple[int, ...]:
+        """What positions make of a text of this length; memories hold for texts of one regime."""
+        blocks = [module for module in self.layers if isinstance(module, Block)]
+        return tuple(block.regime(length) for block in blocks)
+
     def caches(self, capacity: int) -> list[Cache]:
         """Empty memories for texts of up to `capacity` tokens."""
         windows = [layer.attention.window for layer in self.settings.layers]

@@ -57,7 +57,9 @@ class Routed:
         False, on_resume="must_equal", help="multiply them by sigmoid(x w), a number a token"
     )
     capacity_factor: float | None = setting(
-        None, on_resume="must_equal", help="an expert takes this x tokens k / n of a micro-batch; null: all"
+        None,
+        on_resume="must_equal",
+        help="in training an expert takes this x tokens k / n of a micro-batch; null: all",
     )
     balance_loss: float = setting(0.0, on_resume="free", help="weight of n sum f P per sequence; 1 is even")
     balance: Literal["sequence", "micro_batch"] = setting(
@@ -260,7 +262,7 @@ class MixtureOfExperts(nn.Module):
         whole = self.parallel.enter(x)
         rows, length, width = whole.shape
         logits, chosen, weights = self.router(whole.reshape(-1, width))
-        if self.settings.capacity_factor is not None:
+        if self.settings.capacity_factor is not None and self.training:
             weights = weights * self._within_capacity(chosen)
         if self.training and torch.is_grad_enabled():
             whole = self._with_losses(whole, logits.view(rows, length, -1), chosen.view(rows, length, -1))

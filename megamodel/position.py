@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from conf.typed import config, setting, union
-from megamodel.rope_scaling import VARYING, Scaling, Unscaled, frequencies
+from megamodel.rope_scaling import VARYING, Scaling, Unscaled, frequencies, regime
 from parallel.piece import Fill, Piece, tag
 from parallel.tensor import Heads, TensorParallel, by_heads, replicated
 
@@ -43,6 +43,10 @@ class Position(nn.Module):
     embeds = False  # whether `embed` does anything
     biases = False  # whether `bias` gives anything
     varies = False  # whether `turn` needs the lengths of the documents
+
+    def regime(self, length: int) -> int:
+        """Texts of lengths in one regime turn their tokens alike; a memory holds for one regime."""
+        return 0
 
     def embed(self, x: Tensor, positions: Tensor) -> Tensor:
         """x (B, S, D), positions (B, S) -> x with absolute positions added."""
@@ -106,6 +110,9 @@ class Rope(Position):
             self.frequencies, self.factor = frequencies(settings.scaling, settings.base, self.rotated)
         # Plain attributes, not buffers: a cast of the model to bf16 must not round them.
         self._tables: tuple[Tensor, Tensor] | None = None
+
+    def regime(self, length: int) -> int:
+        return regime(self.settings.scaling, length)
 
     def tables(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """cos and sin, (at least length, R / 2) each, in fp32 on the device; grown when needed."""

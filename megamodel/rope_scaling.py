@@ -26,7 +26,7 @@ class LinearScaling:
     """theta_t / s: positions divided by s (Chen et al. 2023)."""
 
     kind: Literal["linear"] = setting("linear", on_resume="must_equal", help="positions divided by a factor")
-    factor: float = setting(2.0, on_resume="must_equal", help="s")
+    factor: float = setting(2.0, on_resume="must_equal", help="how many times longer")
 
     def __post_init__(self) -> None:
         _above_zero(self.factor)
@@ -37,7 +37,7 @@ class NtkScaling:
     """base' = base s^(R / (R - 2)): the slowest pair is stretched by s, the fastest not at all."""
 
     kind: Literal["ntk"] = setting("ntk", on_resume="must_equal", help="a larger base")
-    factor: float = setting(2.0, on_resume="must_equal", help="s")
+    factor: float = setting(2.0, on_resume="must_equal", help="how many times longer")
 
     def __post_init__(self) -> None:
         _above_zero(self.factor)
@@ -50,8 +50,8 @@ class DynamicScaling:
     kind: Literal["dynamic"] = setting(
         "dynamic", on_resume="must_equal", help="a base that grows with length"
     )
-    factor: float = setting(2.0, on_resume="must_equal", help="s")
-    original_length: int = setting(2048, on_resume="must_equal", help="T0")
+    factor: float = setting(2.0, on_resume="must_equal", help="how many times longer")
+    original_length: int = setting(2048, on_resume="must_equal", help="tokens of the first training")
 
     def __post_init__(self) -> None:
         _above_zero(self.factor)
@@ -69,8 +69,8 @@ class YarnScaling:
     kind: Literal["yarn"] = setting(
         "yarn", on_resume="must_equal", help="slow pairs stretched, fast ones not"
     )
-    factor: float = setting(2.0, on_resume="must_equal", help="s")
-    original_length: int = setting(2048, on_resume="must_equal", help="T0")
+    factor: float = setting(2.0, on_resume="must_equal", help="how many times longer")
+    original_length: int = setting(2048, on_resume="must_equal", help="tokens of the first training")
     beta_fast: float = setting(32.0, on_resume="must_equal", help="turns in T0 above which a pair is kept")
     beta_slow: float = setting(1.0, on_resume="must_equal", help="turns in T0 below which it is divided by s")
     attention_factor: float | None = setting(
@@ -89,8 +89,8 @@ class Llama3Scaling:
     """By wavelength 2 pi / theta: short ones kept, long ones divided by s, a blend between (Llama 3.1)."""
 
     kind: Literal["llama3"] = setting("llama3", on_resume="must_equal", help="bands by wavelength")
-    factor: float = setting(8.0, on_resume="must_equal", help="s")
-    original_length: int = setting(8192, on_resume="must_equal", help="T0")
+    factor: float = setting(8.0, on_resume="must_equal", help="how many times longer")
+    original_length: int = setting(8192, on_resume="must_equal", help="tokens of the first training")
     low: float = setting(1.0, on_resume="must_equal", help="wavelengths above T0 / low are divided by s")
     high: float = setting(4.0, on_resume="must_equal", help="wavelengths below T0 / high are kept")
 
@@ -107,8 +107,8 @@ class LongRopeScaling:
     kind: Literal["longrope"] = setting("longrope", on_resume="must_equal", help="a factor for each pair")
     short: list[float] = setting(factory=list, on_resume="must_equal", help="factors up to T0")
     long: list[float] = setting(factory=list, on_resume="must_equal", help="factors beyond T0")
-    factor: float = setting(1.0, on_resume="must_equal", help="s = longest length / T0")
-    original_length: int = setting(4096, on_resume="must_equal", help="T0")
+    factor: float = setting(1.0, on_resume="must_equal", help="longest length / original_length")
+    original_length: int = setting(4096, on_resume="must_equal", help="tokens of the first training")
     attention_factor: float | None = setting(
         None, on_resume="must_equal", help="factor on cos and sin; null: the formula"
     )
@@ -226,3 +226,10 @@ def frequencies(
     """
     theta, factor = _FORMULAS[type(scaling)](scaling, base, rotated, lengths)
     return theta.float(), factor
+
+
+def regime(scaling: Any, length: int) -> int:
+    """A number that changes with the length where the frequencies do."""
+    if isinstance(scaling, DynamicScaling):
+        return max(length, scaling.original_length)
+    return int(length > scaling.original_length) if isinstance(scaling, LongRopeScaling) else 0

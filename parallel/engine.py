@@ -132,8 +132,6 @@ class Engine:
         self.loss = loss
         self._set_step = set_step
         self._auxiliary = auxiliary
-        if auxiliary is not None:
-            auxiliary.dp = mesh.dp
         self.bounds = stage_bounds(
             [layer.cost for layer in layers],
             [layer.is_block for layer in layers],
@@ -163,17 +161,14 @@ class Engine:
                 config_class=DeepSpeedConfig(raw, mpu),
             )
         self.partition = ZeroPartition(self._engine.optimizer, mesh, clip_norm=clip_norm)
-        self._untrained = [p for p in self.module.parameters() if not p.requires_grad]
-        for parameter in self._untrained:
-            parameter.data = parameter.data.float()  # small steps would be lost in bf16
+        self._untrained = _in_fp32(p for p in self.module.parameters() if not p.requires_grad)
         self._engine.attach(self._sum_over_tp, self._decide, self.partition)
         self._judge: Judge = accept
-        self._maxima: tuple[float, ...] = ()
-        self._started = 0.0
-        self._judged = 0.0
-        self._valid_tokens = 0
-        self._signals: Signals | None = None
         self._applied = False
+        self._signals: Signals | None = None
+        self._maxima: tuple[float, ...] = ()
+        self._started = self._judged = 0.0
+        self._valid_tokens = 0
 
     @property
     def adam_step(self) -> int:
@@ -212,6 +207,7 @@ class Engine:
         self._set_step(tried)
         self.loss.reset()
         if self._auxiliary is not None:
+            self._auxiliary.dp = self.mesh.dp
             self._auxiliary.begin(sequences=sum(batch.tokens.shape[0] for batch in batches))
         for group in self._engine.optimizer.optimizer.param_groups:
             group["lr"] = lr
@@ -352,6 +348,14 @@ class Engine:
         slots = own.new_full((own.numel(), pp.size * dp.size), -torch.inf)
         slots[:, pp.rank * dp.size + dp.rank] = own / dp.size
         return slots.view(-1)
+
+
+def _in_fp32(parameters: Iterator[nn.Parameter]) -> list[nn.Parameter]:
+    """What no optimizer trains, in fp32 whatever the model's precision: its small steps would be lost."""
+    found = list(parameters)
+    for parameter in found:
+        parameter.data = parameter.data.float()
+    return found
 
 
 def _signals(values: list[float], dp: int, inner: int, valid_tokens: int) -> Signals:
