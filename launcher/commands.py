@@ -49,5 +49,37 @@ COMMANDS: dict[str, Command] = {
             function="launcher.run:prepare",
             has_run=False,
         ),
+        Command(
+            name="generate",
+            summary="write text: from a run, a checkpoint or a model directory of transformers",
+            config_name="generate",
+            root="launcher.writing:Generate",
+            function="launcher.writing:generate",
+            has_run=False,
+        ),
+        Command(
+            name="evaluate",
+            summary="loss, perplexity and bits per byte of a model on files, document by document",
+            config_name="evaluate",
+            root="launcher.scoring:Score",
+            function="launcher.scoring:evaluate",
+            has_run=False,
+        ),
+        Command(
+            name="import-hf",
+            summary="a model directory of transformers -> a checkpoint that training goes on from",
+            config_name="import-hf",
+            root="launcher.models:Import",
+            function="launcher.models:import_model",
+            has_run=False,
+        ),
+        Command(
+            name="export-hf",
+            summary="a checkpoint -> a model directory that transformers loads",
+            config_name="export-hf",
+            root="launcher.models:Export",
+            function="launcher.models:export_model",
+            has_run=False,
+        ),
     )
 }

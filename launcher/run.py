@@ -14,6 +14,7 @@ from datetime import timedelta
 import torch
 
 from checkpoints.choose import Rewind
+from checkpoints.imported import IMPORTED
 from checkpoints.manager import About, Manager, Restored, holds_run
 from conf.schema import Difference, plain
 from launcher.cluster import Placement, placement
@@ -278,6 +279,10 @@ class _Acceptor:
 
     def __call__(self, restored: Restored) -> None:
         settled, prepared = self._settled, self._prepared
+        if restored.extra.get(IMPORTED):  # weights from elsewhere: nothing but the model must agree
+            model = restored.about.configuration["model"]
+            check_resume({**plain(settled.config), "model": model}, settled.config)
+            return
         found = check_resume(restored.about.configuration, settled.config)
         if restored.about.tokenizer != prepared.tokenizer.hash:
             raise ValueError(

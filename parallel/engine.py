@@ -123,11 +123,7 @@ class Engine:
         set_step: Callable[[int], None] = lambda step: None,
         auxiliary: AuxiliaryLike | None = None,
     ) -> None:
-        if deepspeed.__version__.split("+")[0] != _DEEPSPEED_VERSION:
-            raise ValueError(
-                f"deepspeed {deepspeed.__version__} is installed, but the engine relies on internals of "
-                f"{_DEEPSPEED_VERSION}; pip install deepspeed=={_DEEPSPEED_VERSION}"
-            )
+        _check_version()
         self.mesh = mesh
         self.loss = loss
         self._set_step = set_step
@@ -348,6 +344,14 @@ class Engine:
         slots = own.new_full((own.numel(), pp.size * dp.size), -torch.inf)
         slots[:, pp.rank * dp.size + dp.rank] = own / dp.size
         return slots.view(-1)
+
+
+def _check_version() -> None:
+    if deepspeed.__version__.split("+")[0] != _DEEPSPEED_VERSION:
+        raise ValueError(
+            f"deepspeed {deepspeed.__version__} is installed, but the engine relies on internals of "
+            f"{_DEEPSPEED_VERSION}; pip install deepspeed=={_DEEPSPEED_VERSION}"
+        )
 
 
 def _in_fp32(parameters: Iterator[nn.Parameter]) -> list[nn.Parameter]:

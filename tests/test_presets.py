@@ -8,11 +8,12 @@ from omegaconf import OmegaConf
 
 from conf.compose import Composer
 from conf.schema import accepts, plain
-from launcher.config import Config, Prepare
+from launcher.commands import COMMANDS
+from launcher.config import Config
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
 PRESETS = sorted(path for path in CONF.rglob("*.yaml") if path.parent != CONF)
-PRIMARY = {"config.yaml": Config, "prepare.yaml": Prepare}
+PRIMARY = {f"{command.config_name}.yaml": command.load_root() for command in COMMANDS.values()}
 NEEDS = {  # presets that ask for a value of the user's
     "data/files": ["data.paths=[x.txt]"],
     "tokenizer/file": ["tokenizer.path=tokenizer.json"],
