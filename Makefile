@@ -15,7 +15,7 @@ CACHE := .cache/megamodel
 TEST_ENVIRONMENT := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 PYTEST := $(TEST_ENVIRONMENT) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
-.PHONY: help setup train prepare data-shakespeare test test-all check fix bench tensorboard clean
+.PHONY: help setup train prepare data-shakespeare test test-all check fix bench bench-checkpoint tensorboard clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -60,6 +60,9 @@ fix: $(READY) ## repair what lint and format can repair
 
 bench: $(READY) ## speed and memory against a plain transformers loop, minutes
 	$(BIN)/python -m benchmarks.training $(ARGS)
+
+bench-checkpoint: $(READY) ## saving and loading against torch's and DeepSpeed's; 10 GB of disk, minutes
+	$(BIN)/python -m benchmarks.checkpoint $(ARGS)
 
 tensorboard: $(READY) ## look at the runs in a browser
 	$(BIN)/tensorboard --logdir runs $(ARGS)

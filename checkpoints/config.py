@@ -62,3 +62,8 @@ class Checkpoint:
             )
         if self.store == "":
             raise ValueError("checkpoint.store is empty; give a directory or a URL, or null")
+
+    @property
+    def copies(self) -> int:
+        """The most copies of the state that lie in host memory."""
+        return (self.snapshots if self.snapshot_every else 0) + self.background

@@ -1,7 +1,9 @@
 """Which checkpoints stay, and why each does."""
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
+HELD_OUT_LOSS = "held_out_loss"  # in a checkpoint's `extra`: the loss that is compared, where it was taken
 NEWEST, PROTECTED, BEST, EVERY, LAST = "newest", "protected", "best", "every", "last"
 
 
@@ -40,3 +42,9 @@ def kept(
             if step in present:
                 reasons.setdefault(step, reason)
     return reasons
+
+
+def held_out_loss(extra: Mapping[str, Any]) -> float | None:
+    """The held-out loss that a checkpoint was saved with, if it is a number."""
+    value = extra.get(HELD_OUT_LOSS)
+    return float(value) if isinstance(value, int | float) else None

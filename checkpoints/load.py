@@ -3,8 +3,9 @@
 Nothing live is touched before every rank has all it needs, checked.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from math import prod
 
 import torch
@@ -32,6 +33,15 @@ def index(found: Found) -> Index:
     for entry in found.manifest.pieces:
         by_name.setdefault((entry.kind, entry.name), []).append(entry)
     return by_name
+
+
+def only(found: Found, tensors: Iterable[tuple[str, str]], entries: Index | None = None) -> Found:
+    """The same checkpoint as if it held these (kind, name) alone. entries: its index, if there is one."""
+    entries = entries or index(found)
+    pieces = tuple(entry for key in tensors for entry in entries.get(key, []))
+    names = {entry.file for entry in pieces}
+    files = tuple(file for file in found.manifest.files if file.name in names)
+    return replace(found, manifest=replace(found.manifest, pieces=pieces, files=files))
 
 
 def sources(found: Found, entries_of: Index, part: Part) -> list[Entry]:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from checkpoints import manifest as manifests
 from checkpoints.choose import Choices, Rewind
 from checkpoints.config import Checkpoint
 from checkpoints.files import Files, LocalFiles
-from checkpoints.keeping import kept
+from checkpoints.keeping import held_out_loss, kept
 from checkpoints.manifest import BLOCK_BYTES, Entry, FileSum, Manifest
 from checkpoints.objects import place
 from checkpoints.reading import Reading
@@ -96,9 +97,6 @@ def _unannounced(rewound: Rewound) -> None:
     pass
 
 
-HELD_OUT_LOSS = "held_out_loss"  # in `extra`: the loss that `keep_best` compares, where it was taken
-
-
 class Manager:
     """Checkpoints of one run. All methods but `latest`, `wait`, `check`, `take`, `host_bytes` are collective.
 
@@ -123,7 +121,8 @@ class Manager:
         found, self.directory = where(run_dir, config)
         self._config, self._mesh, self._about = config, mesh, about or About()
         self.files: Files = files or found
-        self._exchange = exchange or exchange_over(mesh.world)
+        # A rank may wait long for another's disk; that another has died is noticed elsewhere.
+        self._exchange = exchange or exchange_over(mesh.world, timeout=timedelta(days=1))
         self._say = say if self._exchange.rank == 0 else _silent
         self._reading = Reading(self.files, self._exchange, self._say)
         self._block_bytes = block_bytes
@@ -139,8 +138,7 @@ class Manager:
 
     def host_bytes(self, engine: Engine) -> int:
         """The most host memory that copies of this rank's state take."""
-        ring = self._config.snapshots if self._config.snapshot_every else 0
-        return state_bytes(engine) * (ring + self._config.background)
+        return state_bytes(engine) * self._config.copies
 
     def take(self) -> Costs:
         """What checkpoints have cost on this rank since the last call, and what has been completed."""
@@ -381,12 +379,6 @@ class Manager:
             raise ValueError(f"there is no snapshot and no checkpoint of at most {to} steps to go back to")
         self._ring.forget_after(to)
         return Rewound(found.manifest.cursor, found.manifest.extra, str(found.path))
-
-
-def held_out_loss(extra: dict[str, Any]) -> float | None:
-    """The held-out loss that a checkpoint was saved with, if it is a number."""
-    value = extra.get(HELD_OUT_LOSS)
-    return float(value) if isinstance(value, int | float) else None
 
 
 def _refuse_unknown(found: Found, names: set[tuple[str, str]]) -> None:

@@ -78,14 +78,12 @@ class ObjectFiles:
         return len(data)
 
     def create(self, path: Path) -> ObjectSink:
-        try:
-            return ObjectSink(self._system, str(path))
-        except FileNotFoundError:  # a file system with true directories
-            self._system.makedirs(str(path.parent), exist_ok=True)
-            return ObjectSink(self._system, str(path))
+        return ObjectSink(self._system, str(path))
 
     def make_directory(self, path: Path) -> None:
-        pass
+        # Where there are true directories. A store that has none, or forbids it, shows with the first file.
+        with contextlib.suppress(OSError, NotImplementedError):
+            self._system.makedirs(str(path), exist_ok=True)
 
     def rename(self, old: Path, new: Path) -> None:
         raise NotImplementedError(f"{old} is never renamed")

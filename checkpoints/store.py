@@ -54,6 +54,12 @@ def step_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
+def step_of(name: str) -> int | None:
+    """The step that the name of a directory stands for, whatever state the name tells of."""
+    match = _STEP.fullmatch(name)
+    return int(match[1]) if match else None
+
+
 def steps(files: Files, root: Path) -> list[int]:
     """Steps that have a directory under their own name, ascending; not looked into."""
     matches = [_STEP.fullmatch(name) for name in files.names(root)]
@@ -68,7 +74,7 @@ def scan(files: Files, root: Path) -> tuple[list[Found], list[str]]:
     found, faults = [], []
     for name in files.names(root):
         match = _STEP.fullmatch(name)
-        if not match or match[2] == WRITING or unfinished(files, root / name):
+        if not match or unfinished(files, root / name):
             continue
         try:
             content, checksum = manifests.read(files, root / name)
@@ -82,8 +88,11 @@ def scan(files: Files, root: Path) -> tuple[list[Found], list[str]]:
 
 
 def unfinished(files: Files, directory: Path) -> bool:
-    """Whether a directory is a save that never ended, where its manifest would have ended it."""
-    return not files.renames and manifests.NAME not in files.names(directory)
+    """Whether a directory is no checkpoint yet, or none any more: being written, or being deleted."""
+    if directory.name.endswith(WRITING):
+        return True
+    ends_with_manifest = not files.renames or directory.name.endswith(OLD)
+    return ends_with_manifest and manifests.NAME not in files.names(directory)
 
 
 def prepare(files: Files, root: Path, step: int) -> Draft:
@@ -93,7 +102,7 @@ def prepare(files: Files, root: Path, step: int) -> Draft:
     names = files.names(root)
     for name in names:
         match = _STEP.fullmatch(name)
-        if match and (match[2] == WRITING or unfinished(files, root / name)):
+        if match and unfinished(files, root / name):
             remove_tree(files, root / name, first=manifests.NAME)
         elif match and match[2] == OLD:
             _settle(files, root / name, root / name.removesuffix(OLD))
@@ -229,10 +238,15 @@ def latest(files: Files, root: Path) -> Path | None:
 
 
 def prune(files: Files, root: Path, stay: Container[int]) -> list[int]:
-    """Delete the other steps, the manifest of each first; the steps that went."""
+    """Delete the other steps; the steps that went. Each stops being a checkpoint first, then its files go."""
     gone = [step for step in steps(files, root) if step not in stay]
     for step in gone:
-        remove_tree(files, root / step_name(step), first=manifests.NAME)
+        path = root / step_name(step)
+        if files.renames:
+            files.rename(path, path.with_name(path.name + WRITING))
+            files.sync_directory(root)
+            path = path.with_name(path.name + WRITING)
+        remove_tree(files, path, first=manifests.NAME)
     return gone
 
 
@@ -253,35 +267,24 @@ def check_heads(files: Files, found: Found, share: int, shares: int) -> None:
     fault = None if share else fault_of_pieces(found.manifest.pieces)
     if fault:
         raise Damaged(f"{found.path / manifests.NAME} is damaged: {fault}")
-    reading = readers(files, found)
-    by_file: dict[str, list[Entry]] = {}
-    for entry in found.manifest.pieces:
-        by_file.setdefault(entry.file, []).append(entry)
+    reading, entries = readers(files, found), by_file(found)
     for name in sorted(reading)[share::shares]:
         reading[name].check_size()
-        places = reading[name].places()
-        for entry in by_file.get(name, []):
-            place = places.get(entry.key)
-            width = manifests.ITEM_BYTES[entry.dtype]
-            if place is None or place.dtype != entry.dtype or place.stop - place.start != entry.count * width:
-                raise Damaged(f"{found.path / name} does not hold {entry.key} as the manifest says")
+        check_file(found.path / name, reading[name], entries.get(name, []))
 
 
-def verify(files: Files, path: Path) -> list[str]:
-    """Read a whole checkpoint; what is wrong with it, one line each, empty when it is sound."""
-    try:
-        content, checksum = manifests.read(files, path)
-    except Damaged as error:
-        return [str(error)]
-    fault = fault_of_pieces(content.pieces)
-    if fault:
-        return [f"{path / manifests.NAME} is damaged: {fault}"]
-    found, faults = Found(path, content, checksum), []
-    reading = readers(files, found)
-    for share, name in enumerate(sorted(reading)):
-        try:
-            reading[name].check_all()
-            check_heads(files, found, share, len(reading))
-        except Damaged as error:
-            faults.append(str(error))
-    return faults
+def by_file(found: Found) -> dict[str, list[Entry]]:
+    """The entries of each file, in the order of the manifest, which is theirs in the file."""
+    entries: dict[str, list[Entry]] = {}
+    for entry in found.manifest.pieces:
+        entries.setdefault(entry.file, []).append(entry)
+    return entries
+
+
+def check_file(path: Path, reader: tensorfile.Reader, entries: Iterable[Entry]) -> None:
+    """Damaged when the header of a file does not say what the manifest says of it."""
+    places = reader.places()
+    for entry in entries:
+        place, width = places.get(entry.key), manifests.ITEM_BYTES[entry.dtype]
+        if place is None or place.dtype != entry.dtype or place.stop - place.start != entry.count * width:
+            raise Damaged(f"{path} does not hold {entry.key} as the manifest says")

@@ -183,12 +183,6 @@ class Reader:
         memory.holds = self._path, number
         return block
 
-    def check_all(self) -> None:
-        """Read everything; Damaged at the first block that is not as it was written."""
-        self.check_size()
-        for number in range(len(self._expected.blocks)):
-            self._checked(number)
-
     def places(self) -> dict[str, Place]:
         """Where the entries lie; Damaged when the header is impossible."""
         if self._places is None:

@@ -16,6 +16,7 @@ import torch
 from checkpoints.choose import Rewind
 from checkpoints.imported import IMPORTED
 from checkpoints.manager import About, Manager, Restored, holds_run
+from checkpoints.snapshots import state_bytes
 from conf.schema import Difference, plain
 from launcher.cluster import Placement, placement
 from launcher.config import Config, Plan, Prepare, allowed, check_resume, check_same, plan
@@ -317,7 +318,8 @@ def _dry_run(settled: Plan, mesh: Mesh) -> None:
     result = engine.train_step(batches, lr=0.0, tried=1, judge=lambda signals: False)
     assert result.signals is not None
     if mesh.is_main:
-        print(dry_run_text(settled, mesh, engine.bounds, result, peak()))
+        host_bytes = state_bytes(engine) * config.checkpoint.copies
+        print(dry_run_text(settled, mesh, engine.bounds, result, peak(), host_bytes=host_bytes))
 
 
 def _peak(settled: Plan, mesh: Mesh) -> float | None:

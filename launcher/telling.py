@@ -64,18 +64,19 @@ def beginning(
                 f"dp {mesh.dp.size}"
             ),
             f"layout  {_layout(settled, mesh, bounds)}",
-            f"copies  at most {host_bytes / 2**20:,.1f} MiB of host memory on rank 0, {_copies(config)}",
+            _copies(config, host_bytes),
         )
     )
 
 
-def _copies(config: Config) -> str:
-    """Why the state is copied into host memory."""
+def _copies(config: Config, host_bytes: int) -> str:
+    """How much host memory copies of the state take, and what they are for."""
     settings = config.checkpoint
     reasons = ["a save in the background"] if settings.background else []
     if settings.snapshot_every:
         reasons.append(f"{settings.snapshots} snapshots, one every {settings.snapshot_every} steps")
-    return "for " + " and ".join(reasons) if reasons else "as nothing is saved in the background"
+    why = "for " + " and ".join(reasons) if reasons else "as nothing is saved in the background"
+    return f"copies  at most {host_bytes / 2**20:,.1f} MiB of host memory on the main process, {why}"
 
 
 def overridden(settled: Plan, cursor: Cursor, changed: Sequence[Difference]) -> str:
@@ -99,7 +100,13 @@ def _layout(settled: Plan, mesh: Mesh, bounds: Sequence[int]) -> str:
 
 
 def dry_run_text(
-    settled: Plan, mesh: Mesh, bounds: Sequence[int], result: StepResult, peak_bytes: int
+    settled: Plan,
+    mesh: Mesh,
+    bounds: Sequence[int],
+    result: StepResult,
+    peak_bytes: int,
+    *,
+    host_bytes: int,
 ) -> str:
     """That everything could be built, and what it took."""
     assert result.signals is not None
@@ -114,6 +121,7 @@ def dry_run_text(
                 f"one forward and backward pass on random tokens: loss {result.signals.loss:.4f} "
                 f"(ln V = {expected:.4f}), norm {result.signals.norm:.4f}, {result.seconds:.2f} s"
             ),
+            _copies(config, host_bytes),
             f"peak memory of the main process {peak_bytes / 2**20:,.0f} MiB; nothing was written",
         )
     )

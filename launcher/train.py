@@ -5,7 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from checkpoints.manager import HELD_OUT_LOSS, Costs, Manager
+from checkpoints.keeping import HELD_OUT_LOSS
+from checkpoints.manager import Costs, Manager
 from launcher.config import Plan
 from launcher.evaluate import HeldOutLoss, evaluate
 from launcher.garbage import GarbageCollection

@@ -164,11 +164,15 @@ class Ranks:
 
         rank_1: arguments that only rank 1 gets besides.
         """
+        more = rank_1 or []
+        return self.bare(world_size, _command, arguments, more, str(directory))
+
+    def bare(self, world_size: int, function: Any, *args: Any) -> list[Any]:
+        """function(rank, *args, port, world_size), which starts its own process group; results by rank."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        more = rank_1 or []
-        return self.run(world_size, _Bare(_command), arguments, more, str(directory), port, world_size)
+        return self.run(world_size, _Bare(function), *args, port, world_size)
 
     def _kill(self) -> None:
         for process in self._processes:

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from conf.compose import Composer
-from launcher.config import Config, Prepare
+from launcher.commands import COMMANDS
+from launcher.config import Config
 from launcher.help import markdown_table
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -25,14 +26,16 @@ def test_the_table_of_settings_is_current() -> None:
     assert text[text.index("| key |") :].rstrip("\n") == markdown_table(Config)
 
 
-@pytest.mark.parametrize("line", [c for c in commands() if re.search(r"launcher (train|prepare) ", c)])
+@pytest.mark.parametrize(
+    "line", [c for c in commands() if re.search(rf"launcher ({'|'.join(COMMANDS)}) ", c)]
+)
 def test_the_overrides_of_the_readme_are_accepted(line: str) -> None:
     """Each command composes and passes the typed door, whatever starts it."""
     name, _, rest = line.partition("launcher ")[2].partition(" ")
     words = [word.strip("'") for word in re.findall(r"'[^']*'|\S+", rest)]
     overrides = [w for w in words if "=" in w and not w.startswith(("--", "config="))]
-    root, primary = (Config, "config") if name == "train" else (Prepare, "prepare")
-    composer = Composer(root, primary)
+    root = COMMANDS[name].load_root()
+    composer = Composer(root, COMMANDS[name].config_name)
     request = composer.request(overrides, sweep=False)
     tree = composer.typed(composer.compose(request.overrides), request.problems)
     assert isinstance(tree, root)

@@ -200,3 +200,68 @@ class DiskFiles:
         with self._disk.lock:
             node = self._start("sync_directory", path).directory(path)
             node.history = [dict(node.names)]
+
+
+class BucketFiles(DiskFiles):
+    """The disk as an object store: files appear whole and durable, nothing is renamed, no directories."""
+
+    whole = True
+
+    def __init__(self, disk: Disk, rank: int = 0) -> None:
+        super().__init__(disk, rank, renames=False)
+
+    def create(self, path: Path) -> "BucketSink":
+        with self._disk.lock:
+            self._start("create", path)
+            return BucketSink(self._disk, self._rank, path)
+
+    def make_directory(self, path: Path) -> None:
+        pass
+
+    def remove(self, path: Path) -> None:
+        super().remove(path)
+        self._settle(path)
+
+    def remove_directory(self, path: Path) -> None:
+        with self._disk.lock:
+            parent = self._disk.directory(path.parent)
+            assert not self._disk.directory(path).names
+            parent.names.pop(path.name)
+            parent.history = [dict(parent.names)]
+
+    def sync_directory(self, path: Path) -> None:
+        pass
+
+    def rename(self, old: Path, new: Path) -> None:
+        raise AssertionError("renamed in an object store")
+
+    replace = rename
+
+    def _settle(self, path: Path) -> None:
+        node = self._disk.directory(path.parent)
+        node.history = [dict(node.names)]
+
+
+class BucketSink:
+    def __init__(self, disk: Disk, rank: int, path: Path) -> None:
+        self._disk, self._rank, self._path, self._data = disk, rank, path, bytearray()
+
+    def write(self, data) -> None:
+        with self._disk.lock:
+            self._disk.operation(self._rank, "write", self._path)
+            self._data += bytes(data)
+
+    def sync(self) -> None:
+        with self._disk.lock:
+            self._disk.operation(self._rank, "sync", self._path)
+            node = self._disk.root
+            for part in self._path.parts[1:-1]:
+                node = node.names.setdefault(part, Directory())
+                assert isinstance(node, Directory)
+            node.names[self._path.name] = File(self._data, bytes(self._data))
+            for folder in self._path.parents:
+                above = self._disk.directory(folder)
+                above.history = [dict(above.names)]
+
+    def close(self) -> None:
+        pass

@@ -1,13 +1,15 @@
 """Stopped, or refused by the disk, at every single operation: the old checkpoint or the new one loads."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from checkpoints import store
 from checkpoints.config import Checkpoint
 from checkpoints.manager import Manager, Restored
 from megamodel.data.batch import Cursor
-from tests.checkpoints.disk import Crash, Disk, DiskFiles
+from tests.checkpoints.disk import BucketFiles, Crash, Disk, DiskFiles
 from tests.checkpoints.fake import FakeEngine, Logical, holds, make_mesh, on_ranks, reference
 
 RUN = Path("/runs/a")
@@ -20,12 +22,16 @@ def cursor(step: int, version: int) -> Cursor:
     return Cursor(attempt=100 * version + step, step=step, sample=version)
 
 
-def work(disk: Disk, action):
+# How a checkpoint is committed: by renaming; by its manifest, on a disk; by its manifest, in an object store.
+PLACES = {"rename": DiskFiles, "manifest": partial(DiskFiles, renames=False), "bucket": BucketFiles}
+
+
+def work(disk: Disk, action, place: str = "rename"):
     """`action(engine, manager)` on every rank; the results, or what was raised."""
 
     def run(rank, exchange):
         engine = FakeEngine(TENSORS, make_mesh(rank, 2, 1, 1))
-        files = DiskFiles(disk, rank)
+        files = PLACES[place](disk, rank)
         config = Checkpoint(keep=1, background=False)
         return action(
             engine, Manager(RUN, config, engine.mesh, files=files, exchange=exchange, block_bytes=128)
@@ -34,15 +40,15 @@ def work(disk: Disk, action):
     return on_ranks(RANKS, run)
 
 
-def save(disk: Disk, step: int, version: int) -> list:
+def save(disk: Disk, step: int, version: int, place: str = "rename") -> list:
     def action(engine, manager):
         engine.fill(VALUES[version], step)
         return manager.save(engine, cursor(step, version), {"version": version})
 
-    return work(disk, action)
+    return work(disk, action, place)
 
 
-def load(disk: Disk) -> list:
+def load(disk: Disk, place: str = "rename") -> list:
     """The version that each rank restored, after a look at every bit; or what was raised."""
 
     def action(engine, manager):
@@ -53,47 +59,61 @@ def load(disk: Disk) -> list:
         assert holds(engine, VALUES[version]) and answer.cursor.sample == version
         return version
 
-    return work(disk, action)
+    return work(disk, action, place)
 
 
-def first_saved() -> Disk:
+def first_saved(place: str = "rename") -> Disk:
     """A disk with version 1 at step 10; the run's directory itself is durable."""
     disk = Disk()
     DiskFiles(disk).make_directory(RUN)
     for path in (RUN, *RUN.parents):
         DiskFiles(disk).sync_directory(path)
-    save(disk, 10, 1)
+    save(disk, 10, 1, place)
     return disk
 
 
-def operations(step: int) -> int:
+def operations(step: int, place: str = "rename") -> int:
     """How many there are in the second save; a few more or less by the order of the ranks."""
-    disk = first_saved()
+    disk = first_saved(place)
     disk.arm(0, "")
-    assert all(isinstance(path, Path) for path in save(disk, step, 2))
-    assert any("sync " in line for line in disk.log) and any("rename" in line for line in disk.log)
+    assert all(isinstance(path, Path) for path in save(disk, step, 2, place))
+    assert any("sync " in line for line in disk.log)
+    assert any("rename" in line for line in disk.log) == (place == "rename")
     return disk.count
 
 
 @pytest.mark.parametrize("step", [20, 10], ids=["another step", "the same step again"])
-@pytest.mark.parametrize("memory", ["synced", "some", "all"])
-def test_the_machine_stops_at_every_operation(step: int, memory: str) -> None:
+@pytest.mark.parametrize(
+    ("place", "memory"),
+    [
+        *(("rename", memory) for memory in ("synced", "some", "all")),
+        ("manifest", "some"),
+        pytest.param("manifest", "synced", marks=pytest.mark.slow),
+        pytest.param("manifest", "all", marks=pytest.mark.slow),
+        ("bucket", "all"),
+    ],
+)
+def test_the_machine_stops_at_every_operation(step: int, place: str, memory: str) -> None:
     outcomes = []
-    for number in range(1, operations(step) + 2):
-        disk = first_saved()
+    for number in range(1, operations(step, place) + 2):
+        disk = first_saved(place)
         disk.arm(number, "crash")
-        results = save(disk, step, 2)
+        results = save(disk, step, 2, place)
         survivor = disk.after_crash(memory, seed=number)
-        versions = load(survivor)
+        _, faults = store.scan(PLACES[place](survivor), RUN / "checkpoints")
+        assert faults == [], "what is half written or half deleted must not look like a damaged checkpoint"
+        versions = load(survivor, place)
         assert versions in ([1, 1], [2, 2]), (number, disk.log[-3:], versions)
         if all(isinstance(result, Path) for result in results):
             assert versions == [2, 2], "a save that returned was lost"
         outcomes.append(versions[0])
         # and life goes on: the rubbish is cleared, the next save commits
-        assert all(isinstance(path, Path) for path in save(survivor, 30, 3)), number
-        assert load(survivor.after_crash("synced")) == [3, 3], number
+        assert all(isinstance(path, Path) for path in save(survivor, 30, 3, place)), number
+        assert load(survivor.after_crash("synced"), place) == [3, 3], number
         names = DiskFiles(survivor).names(RUN / "checkpoints")
         assert names == ["latest", "step-00000030"], (number, names)
+        files = DiskFiles(survivor).names(RUN / "checkpoints" / "step-00000030")
+        assert len(files) == 3, files
     assert outcomes[0] == 1 and outcomes[-1] == 2
     assert outcomes == sorted(outcomes) or memory == "some"
 
@@ -132,26 +152,28 @@ def test_one_rank_is_killed_at_every_operation(rank: int) -> None:
         assert load(killed.after_crash("all")) in ([1, 1], [2, 2]), number
 
 
-@pytest.mark.parametrize("kind", ["ENOSPC", "EIO"])
+@pytest.mark.parametrize(
+    ("kind", "place"), [("ENOSPC", "rename"), ("EIO", "rename"), ("ENOSPC", "bucket"), ("EIO", "manifest")]
+)
 @pytest.mark.parametrize("step", [20, 10])
-def test_the_disk_refuses_every_operation_of_a_save(kind: str, step: int) -> None:
+def test_the_disk_refuses_every_operation_of_a_save(kind: str, place: str, step: int) -> None:
     failures = 0
-    for number in range(1, operations(step) + 1):
-        disk = first_saved()
+    for number in range(1, operations(step, place) + 1):
+        disk = first_saved(place)
         disk.arm(number, kind)
-        results = save(disk, step, 2)
+        results = save(disk, step, 2, place)
         raised = [result for result in results if not isinstance(result, Path)]
         assert len(raised) in (0, RANKS), "the ranks must agree"
         assert all(isinstance(error, OSError | RuntimeError) for error in raised), raised
         assert not raised or any(isinstance(error, OSError) for error in raised)
         failures += bool(raised)
         disk.arm(0, "")
-        versions = load(disk)
+        versions = load(disk, place)
         assert versions in ([1, 1], [2, 2]), (number, versions)
         assert raised or versions == [2, 2]
-        assert all(isinstance(path, Path) for path in save(disk, 30, 3)), number
-        assert load(disk) == [3, 3]
-    assert failures > 20
+        assert all(isinstance(path, Path) for path in save(disk, 30, 3, place)), number
+        assert load(disk, place) == [3, 3]
+    assert failures > 15
 
 
 def test_the_disk_refuses_every_operation_of_a_load() -> None:

@@ -2,12 +2,13 @@
 
 import hashlib
 import json
+import pickle
 import shutil
 from pathlib import Path
 
 import pytest
 
-from checkpoints import store
+from checkpoints import examine
 from checkpoints.choose import Rewind, condemned
 from checkpoints.config import Checkpoint
 from checkpoints.files import LocalFiles
@@ -26,6 +27,12 @@ def run_dir(tmp_path: Path) -> Path:
     save(tmp_path, TENSORS, LAYOUT, OLD, Cursor(attempt=10, step=10))
     save(tmp_path, TENSORS, LAYOUT, NEW, Cursor(attempt=20, step=20))
     return tmp_path
+
+
+def faults_of(directory: Path) -> list[str]:
+    """Every file of a checkpoint that is not sound, and how."""
+    rows = examine.verify(LocalFiles(), directory)
+    return [f"{directory / row.file} is {row.state}" for row in rows if row.state != examine.SOUND]
 
 
 def flip(path: Path, position: int) -> None:
@@ -68,9 +75,9 @@ DAMAGES = {
 @pytest.mark.parametrize("layout", [LAYOUT, (1, 1, 1)])
 def test_a_damaged_file_is_named_and_the_older_step_is_taken(run_dir: Path, damage: str, layout) -> None:
     path = run_dir / "checkpoints" / "step-00000020" / "rank-00003.safetensors"
-    assert store.verify(LocalFiles(), path.parent) == []
+    assert faults_of(path.parent) == []
     DAMAGES[damage](path)
-    faults = store.verify(LocalFiles(), path.parent)
+    faults = faults_of(path.parent)
     assert faults and any(str(path) in fault for fault in faults), faults
     results = restore(run_dir, TENSORS, layout)
     assert all(holds(engine, OLD) and engine.loaded == [10] for engine, _, _ in results)
@@ -92,7 +99,7 @@ def test_every_bit_matters(run_dir: Path) -> None:
         original = path.read_bytes()
         for position in range(0, len(original), max(1, len(original) // 9)):
             flip(path, position)
-            assert any(str(path) in fault for fault in store.verify(LocalFiles(), directory)), (
+            assert any(str(path) in fault for fault in faults_of(directory)), (
                 path,
                 position,
             )
@@ -142,7 +149,7 @@ FORGERIES = {
 def test_a_forged_manifest_is_refused(run_dir: Path, forgery: str) -> None:
     path = run_dir / "checkpoints" / "step-00000020" / "manifest.json"
     rewrite(path, FORGERIES[forgery])
-    assert store.verify(LocalFiles(), path.parent)
+    assert faults_of(path.parent)
     engine, answer, said = restore(run_dir, TENSORS, (1, 1, 1))[0]
     assert holds(engine, OLD) and answer.path.name == "step-00000010"
     assert any(str(path) in line for line in said), said
@@ -223,3 +230,38 @@ def test_holds_run(run_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> N
     assert not holds_run(other, Checkpoint())
     (other / "metrics.jsonl").write_text("")
     assert holds_run(other, Checkpoint())
+
+
+class Trap:
+    """Unpickling it leaves a file."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self):
+        return Path.touch, (self.mark,)
+
+
+def test_booby_traps_do_not_go_off(run_dir: Path, tmp_path: Path) -> None:
+    """Pickled code under every name that a checkpoint has, or that others load: refused, never run."""
+    mark = tmp_path / "gone-off"
+    code = pickle.dumps(Trap(mark))
+    pickle.loads(code)
+    assert mark.exists()  # the trap is a trap
+    mark.unlink()
+    step = run_dir / "checkpoints" / "step-00000020"
+    (step / "rank-00000.safetensors").write_bytes(code)
+    engine = restore(run_dir, TENSORS, (1, 1, 1))[0][0]
+    assert holds(engine, OLD)
+    (step / "manifest.json").write_bytes(code)
+    assert holds(restore(run_dir, TENSORS, (1, 1, 1))[0][0], OLD)
+    for name in ("model.pt", "pytorch_model.bin", "weights.npy"):
+        file = tmp_path / name
+        file.write_bytes(code)
+        assert "no" in refused(run_dir, TENSORS, (1, 1, 1), str(file))
+        folder = tmp_path / f"folder-{name}"
+        folder.mkdir()
+        (folder / name).write_bytes(code)
+        assert "not a complete checkpoint" in refused(run_dir, TENSORS, (1, 1, 1), str(folder))
+    assert {row.state for row in examine.verify(LocalFiles(), step)} == {"damaged"}
+    assert not mark.exists()

@@ -102,3 +102,30 @@ def test_through_the_layouts(name: str, hops: list[dict[str, Any]], ranks: Ranks
             np.testing.assert_allclose(result["next"], first[0]["next"], rtol=tolerance)
             assert result["again"] == result["next"], "back in the same process is not the same"
         assert equal(joined(results, "end"), end) or not same_layout
+
+
+def with_a_zeroed_head(case: Case, source: str | None, target: str) -> float:
+    """The loss on held-out batches, of a fresh engine whose head is zero or of one that is restored."""
+    engine = build(case)
+    manager = Manager(Path(target), Checkpoint(background=False), engine.mesh)
+    if source:
+        update(engine, case, 7)
+        assert manager.restore(engine, source)
+    else:
+        for item in engine.state():
+            if item.piece.name == "head.weight" and item.kind == "master":
+                item.tensor.zero_()
+        engine.load_done(0)
+        manager.save(engine, Cursor(attempt=1, step=1), {})
+    loss, count = engine.evaluate(micro_batches(case, 99, engine.mesh.dp.rank))
+    return loss / count
+
+
+def test_padding_of_the_vocabulary_is_never_loaded(ranks: Ranks, tmp_path: Path) -> None:
+    """With a zeroed head every token has probability 1 / 250 at every layout: a padded row would show."""
+    source = str(tmp_path / "zero")
+    for number, hop in enumerate(HOPS):
+        case = replace(CASES["250"], **hop, dropout=0.0)
+        target = source if not number else str(tmp_path / str(number))
+        losses = ranks.run(case.world, with_a_zeroed_head, case, source if number else None, target)
+        assert losses == pytest.approx([5.52146] * case.world, abs=1e-5), hop

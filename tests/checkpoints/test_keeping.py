@@ -7,7 +7,7 @@ import pytest
 from checkpoints import load
 from checkpoints.config import Checkpoint
 from checkpoints.files import LocalFiles
-from checkpoints.keeping import kept
+from checkpoints.keeping import HELD_OUT_LOSS, kept
 from checkpoints.manager import Manager
 from megamodel.data.batch import Cursor
 from tests.checkpoints.fake import FakeEngine, Logical, holds, make_mesh, on_ranks, reference
@@ -31,6 +31,38 @@ TENSORS = [Logical("a", (64, 64), axis=0)]
 )
 def test_kept(present, newest, options, stay) -> None:
     assert kept(present, newest=newest, **options).keys() == stay
+
+
+def test_each_step_stays_for_the_first_reason_that_holds() -> None:
+    """At most keep + keep_best + 2 beside the multiples; the best of an undone past does not count."""
+    present = list(range(10, 130, 10))
+    losses = {10: 3.0, 20: 1.5, 40: 2.0, 60: 1.0, 110: 2.5, 120: 0.1}
+    stay = kept(present, newest=110, keep=2, keep_every=50, keep_best=2, protected=[70, 30], losses=losses)
+    assert stay == {
+        110: "newest",
+        70: "protected",
+        30: "protected",
+        60: "best",
+        20: "best",
+        50: "every",
+        100: "every",
+    }
+    # 110 and 100 are the last two; 120 is of a past that a rewind undid
+    assert len(stay) - 2 <= 2 + 2 + 2
+    assert kept(present, newest=120, keep=2, keep_best=1, losses=losses) == {120: "newest", 110: "last"}
+    assert kept([10, 20, 30], newest=30, keep=1, keep_best=1, losses={}) == {30: "newest"}
+
+
+def test_the_best_by_held_out_loss_stays(tmp_path: Path) -> None:
+    """Also when another process saved it; a damaged manifest has no loss."""
+    for step, loss in ((10, 3.0), (20, 1.0), (30, 2.0), (40, "NaN"), (50, None)):
+        engine = FakeEngine(TENSORS, make_mesh(0, 1, 1, 1))
+        engine.fill(reference(TENSORS), step)
+        config = Checkpoint(background=False, keep=1, keep_best=1)
+        extra = {} if loss is None else {HELD_OUT_LOSS: loss}
+        Manager(tmp_path, config, engine.mesh).save(engine, Cursor(attempt=step, step=step), extra)
+    names = sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*"))
+    assert names == ["step-00000020", "step-00000050"]
 
 
 def test_pruning_after_each_save(tmp_path: Path) -> None:

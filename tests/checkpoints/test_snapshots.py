@@ -5,12 +5,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from checkpoints.choose import Rewind
 from checkpoints.config import Checkpoint
 from checkpoints.files import LocalFiles
+from checkpoints.layout import Stretch
 from checkpoints.manager import Manager
-from checkpoints.snapshots import Writer
+from checkpoints.snapshots import Slot, Writer
+from checkpoints.state import Part
 from megamodel.data.batch import Cursor
 from tests.checkpoints.fake import FakeEngine, holds, make_mesh, model, on_ranks, reference
 
@@ -151,3 +154,39 @@ def test_a_rewind_leaves_nothing_of_the_undone_past(tmp_path: Path) -> None:
         return engine.optimizer_step
 
     assert on_ranks(2, work) == [10, 10]
+
+
+def test_a_save_of_a_snapshot_copies_nothing_and_its_memory_waits(tmp_path: Path) -> None:
+    """One copy for the ring and the file; the slot is not given to another step before it is written."""
+
+    def work(rank, exchange):
+        files = Gate()
+        engine = FakeEngine(model(), make_mesh(rank, 1, 1, 1))
+        config = Checkpoint(snapshot_every=1, snapshots=1)
+        manager = Manager(tmp_path, config, engine.mesh, files=files, exchange=exchange)
+        size = sum(part.tensor.numel() * part.tensor.element_size() for part in engine.state())
+        assert manager.host_bytes(engine) == 2 * size
+        engine.fill(VALUES[10], 10)
+        manager.snapshot(engine, at(10), {"a": 1})
+        engine.fill(VALUES[20], 20)  # the live state has moved on: only the copy can be meant
+        manager.save(engine, at(10), {"a": 2})
+        opener = threading.Timer(0.2, files.gate.set)
+        opener.start()
+        manager.snapshot(engine, at(20), {})  # takes the only slot, once it is written
+        assert files.gate.is_set() and manager.latest() is not None
+        costs = manager.take()
+        assert costs.stall_seconds is not None and costs.stall_seconds > 0
+        assert [written.path.name for written in costs.written] == ["step-00000010"]
+        assert manager.take().stall_seconds is None
+        found = manager.restore(engine, "auto")
+        assert found and found.extra == {"a": 2}
+        return holds(engine, VALUES[10])
+
+    assert on_ranks(1, work) == [True]
+
+
+@pytest.mark.gpu
+def test_copies_of_a_gpu_lie_in_pinned_memory() -> None:
+    part = Part("a", "master", Stretch((8,), (0,), (8,), 0, 8), True, torch.arange(8.0, device="cuda"))
+    (copied,) = Slot().fill([part])
+    assert copied.tensor.is_pinned() and copied.tensor.tolist() == list(range(8))
