@@ -17,7 +17,7 @@ from torch.utils.tensorboard.writer import SummaryWriter
 
 from conf.saved import to_yaml
 from launcher.progress import Progress
-from launcher.rundirectory import RunDirectory
+from launcher.rundirectory import RunDirectory, naming
 
 WINDOW_BYTES = 1 << 16
 
@@ -239,7 +239,8 @@ class _Main:
         self.board = self._open_board(purge_step)
 
     def flush(self) -> None:
-        os.fsync(self._file)
+        with naming(self._directory.metrics_file):
+            os.fsync(self._file)
         self.board.flush()
 
     def close(self) -> None:
@@ -253,8 +254,9 @@ class _Main:
     def _append(self, line: str) -> None:
         """One write for one line, so that a killed process leaves at most the last one unfinished."""
         rest = memoryview(line.encode() + b"\n")
-        while rest:
-            rest = rest[os.write(self._file, rest) :]
+        with naming(self._directory.metrics_file):
+            while rest:
+                rest = rest[os.write(self._file, rest) :]
 
     def _add_config(self, config: Mapping[str, Any], step: int, *, table: bool) -> None:
         """The configuration as text and as TensorBoard's own table of hyper-parameters."""

@@ -1,19 +1,23 @@
 """What a run leaves behind beside checkpoints and numbers: configuration, versions, status, first error."""
 
+import contextlib
 import hashlib
 import importlib.metadata
 import json
+import logging
 import os
 import platform
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from conf.saved import read, to_yaml
 from conf.schema import plain
+
+log = logging.getLogger(__name__)
 
 State = Literal["running", "finished", "stopped", "failed"]
 PACKAGES = (
@@ -31,14 +35,58 @@ PACKAGES = (
 )
 
 
-def write_atomic(path: Path, text: str) -> None:
-    """Replace a file whole: a reader sees the old or the new one, and so does a machine that lost power."""
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Name the file in an OSError that does not: that of a write to a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            error.filename = str(path)
+        raise
+
+
+@contextlib.contextmanager
+def _written_beside(path: Path, text: str) -> Iterator[Path]:
+    """The text whole on disk in a temporary file beside `path`, which does not outlive the block."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
+    try:
+        with naming(path), open(temporary, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        yield temporary
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Replace a file whole: a reader sees the old or the new one, and so does a machine that lost power.
+
+    What cannot be written leaves the old one, nothing beside it, and an OSError that names the file.
+    """
+    with _written_beside(path, text) as temporary:
+        os.replace(temporary, path)
+
+
+def write_in_place(path: Path, text: str) -> None:
+    """Write over the beginning of a file that is there: the blocks it has are enough on a full disk."""
+    with naming(path), open(path, "r+b") as file:
+        file.write(text.encode("utf-8"))
+        file.truncate()
         file.flush()
         os.fsync(file.fileno())
-    os.replace(temporary, path)
+
+
+def _claim(temporary: Path, path: Path) -> None:
+    """Make a whole file appear as `path`; FileExistsError when there is one: the first wins."""
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without hard links
+        os.replace(temporary, path)
 
 
 class RunDirectory:
@@ -115,26 +163,38 @@ class RunDirectory:
         write_atomic(self.status_file, text + "\n")
 
     def record_error(self, report: Mapping[str, Any], *, since: float) -> bool:
-        """Write error.json unless another rank of this start (since: its time) has; True when written.
+        """Write status and error.json unless another rank of this start (since: its time) has.
 
-        Nothing is written into the directory of a run that this process has not begun to work in.
+        True when the error is recorded. Nothing is written into the directory of a run that this process has
+        not begun to work in. A disk that takes no more is said in a warning: the error at hand is the news.
         """
         if not self.begun and self.status_file.exists():
             return False
-        self.path.mkdir(parents=True, exist_ok=True)
-        if self.error_file.exists() and self.error_file.stat().st_mtime < since - 1:
-            self.error_file.unlink(missing_ok=True)  # of an earlier start
         try:
-            with open(
-                self.error_file, "x", encoding="utf-8"
-            ) as file:  # fails when there is one: the first wins
-                file.write(json.dumps(report, indent=1) + "\n")
+            self.path.mkdir(parents=True, exist_ok=True)
+            if self.error_file.exists():
+                if self.error_file.stat().st_mtime >= since - 1:
+                    return False
+                self.error_file.unlink(missing_ok=True)  # of an earlier start
+            if self.begun:
+                state = "stopped" if report["type"] == "KeyboardInterrupt" else "failed"
+                self._set_last_status(state, reason=report["message"])
+            with _written_beside(self.error_file, json.dumps(report, indent=1) + "\n") as temporary:
+                _claim(temporary, self.error_file)
         except FileExistsError:
             return False
-        if self.begun:
-            state = "stopped" if report["type"] == "KeyboardInterrupt" else "failed"
-            self.set_status(state, reason=report["message"], step=self.step)
+        except OSError as error:
+            log.warning(f"the error could not be recorded ({error})")
+            return False
         return True
+
+    def _set_last_status(self, state: State, *, reason: str) -> None:
+        """As set_status, also on a full disk, where the old file's place takes what fits into it."""
+        try:
+            self.set_status(state, reason=reason, step=self.step)
+        except OSError:
+            short = json.dumps({"state": state, "reason": reason[:300], "step": self.step})
+            write_in_place(self.status_file, short + "\n")
 
 
 def versions(arguments: Sequence[str] | None = None) -> dict[str, Any]:

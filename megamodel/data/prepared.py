@@ -13,16 +13,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tokenizers
 
+from conf.typed import parse
 from megamodel.data.config import Data
-from megamodel.data.encode import SIDES
+from megamodel.data.encode import DOCUMENT, SIDES
 from megamodel.data.sources import SourceFile, discover
-from megamodel.data.tokens import Corpus, content_sha256
+from megamodel.data.tokens import Corpus, check_array, content_sha256
 from megamodel.tokenizer import Tokenizer, TokenizerConfig, load
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+HASHED_BYTES = 64 << 20  # files up to this size are read whole and compared when they are opened
+PARTS = ("tokens", "starts", "documents")
+LEFT_OUT = "left_out.jsonl"  # every record without a document, and why
 
 
 @dataclass(frozen=True)
@@ -61,15 +66,7 @@ class Prepared:
 
     def verify(self) -> None:
         """Read everything and compare with the manifest; ValueError names the first file that differs."""
-        raw = json.loads(self.manifest.read_text(encoding="utf-8"))
-        for name, source in raw["sources"].items():
-            for side in SIDES:
-                for part in ("tokens", "starts", "documents"):
-                    path = self.directory / name / f"{side}.{part}.npy"
-                    if content_sha256(path) != source[side][f"{part}_sha256"]:
-                        raise ValueError(
-                            f"{path} is not what was prepared; delete {self.directory} and prepare again"
-                        )
+        _check(self.directory, _manifest(self.directory), hashed_bytes=None)
 
 
 @dataclass(frozen=True)
@@ -127,42 +124,119 @@ def open_prepared(data: Data, tokenizer: TokenizerConfig, *, cache: Path | None 
 
 
 def open_directory(directory: Path) -> Prepared:
-    """A directory that `prepare` wrote, also without the configuration that asked for it."""
+    """A directory that `prepare` wrote, also without the configuration that asked for it.
+
+    ValueError when it is not whole: a manifest or a tokenizer that is not what was written, a file of another
+    size than the manifest says, or of other content. Content is compared in files of at most HASHED_BYTES;
+    larger ones are known by header and size alone (`Prepared.verify` reads those too).
+    """
+    manifest = _manifest(directory)
+    _check(directory, manifest, hashed_bytes=HASHED_BYTES)
+    path = None if manifest.tokenizer_file is None else directory / manifest.tokenizer_file
+    return Prepared(
+        directory=directory,
+        tokenizer=_tokenizer(directory, path, manifest),
+        tokenizer_path=path,
+        train={c.name: c for c in manifest.corpora if c.side == "train"},
+        held_out={c.name: c for c in manifest.corpora if c.side == "held_out"},
+        report=manifest.report,
+        digest=manifest.digest,
+    )
+
+
+@dataclass(frozen=True)
+class _Manifest:
+    """What manifest.json says. sha256: of the content of each file of a corpus; ids: vocabulary, EOS, BOS."""
+
+    tokenizer_file: str | None
+    tokenizer_hash: str
+    tokenizer_ids: tuple[int, int, int | None]
+    setting: TokenizerConfig
+    corpora: list[Corpus]
+    dtypes: dict[str, np.dtype]
+    sha256: dict[Path, str]
+    report: Report
+    digest: str
+
+
+def _manifest(directory: Path) -> _Manifest:
+    """The manifest of a directory; ValueError for anything that is not one."""
     try:
         raw = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
         version = raw["format"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{directory} holds no readable manifest ({error}); prepare again") from None
-    if version != FORMAT:
+        read = _parsed(raw, directory) if version == FORMAT else None
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        what = f"no {error}" if isinstance(error, KeyError) else str(error).splitlines()[0]
+        raise ValueError(f"{directory} holds no readable manifest ({what}); {_again(directory)}") from None
+    if read is None:
         raise ValueError(
-            f"{directory} is of format {version}, this version reads {FORMAT}; delete it and prepare again"
+            f"{directory} is of format {version}, this version reads {FORMAT}; {_again(directory)}"
         )
-    setting = TokenizerConfig(**raw["tokenizer"]["setting"])
-    file = raw["tokenizer"]["file"]
-    path = None if file is None else directory / file
-    tokenizer = load(path, setting)
-    if tokenizer.hash != raw["tokenizer"]["hash"]:
-        raise ValueError(f"{path} is not the tokenizer that the data were made with; prepare again")
-    corpora = {
-        side: {name: _corpus(name, side, source, directory) for name, source in raw["sources"].items()}
-        for side in SIDES
-    }
-    return Prepared(
-        directory=directory,
-        tokenizer=tokenizer,
-        tokenizer_path=path,
-        train=corpora["train"],
-        held_out=corpora["held_out"],
+    return read
+
+
+def _again(directory: Path) -> str:
+    return f"delete {directory} and prepare again"
+
+
+def _parsed(raw: dict[str, Any], directory: Path) -> _Manifest:
+    tokenizer, corpora, sums, dtypes = raw["tokenizer"], [], {}, {}
+    for name, source in raw["sources"].items():
+        dtypes[name] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}[source["dtype"]]
+        files = tuple(str(file["path"]) for file in source["files"])
+        for side in SIDES:
+            counts = source[side]
+            tokens, documents = int(counts["tokens"]), int(counts["documents"])
+            corpora.append(Corpus(name, directory / name, side, files, tokens, documents))
+            for part in PARTS:
+                sums[directory / name / f"{side}.{part}.npy"] = counts[f"{part}_sha256"]
+    if not corpora:
+        raise ValueError("it names no source")
+    return _Manifest(
+        tokenizer_file=tokenizer["file"],
+        tokenizer_hash=tokenizer["hash"],
+        tokenizer_ids=(tokenizer["vocab_size"], tokenizer["eos_id"], tokenizer["bos_id"]),
+        setting=parse(TokenizerConfig, tokenizer["setting"]),
+        corpora=corpora,
+        dtypes=dtypes,
+        sha256=sums,
         report=Report(**raw["report"]),
         digest=raw["digest"],
     )
 
 
-def _corpus(name: str, side: str, source: dict[str, Any], directory: Path) -> Corpus:
-    files = tuple(file["path"] for file in source["files"])
-    counts = source[side]
-    corpus = Corpus(name, directory / name, side, files, counts["tokens"], counts["documents"])
-    unit = 2 if source["dtype"] == "uint16" else 4
-    if not corpus.path.is_file() or corpus.path.stat().st_size < corpus.count * unit:
-        raise ValueError(f"{corpus.path} is missing or cut off; delete {directory} and prepare again")
-    return corpus
+def _check(directory: Path, manifest: _Manifest, *, hashed_bytes: int | None) -> None:
+    """Compare headers and sizes of all files, and the content of those up to hashed_bytes (None: of all)."""
+    try:
+        for corpus in manifest.corpora:
+            kinds = (manifest.dtypes[corpus.name], np.dtype("<i8"), DOCUMENT)
+            counts = (corpus.count, corpus.document_count + 1, corpus.document_count)
+            for part, dtype, count in zip(PARTS, kinds, counts, strict=True):
+                path = corpus.directory / f"{corpus.side}.{part}.npy"
+                check_array(path, dtype, count)
+                if hashed_bytes is not None and count * dtype.itemsize > hashed_bytes:
+                    continue
+                if content_sha256(path) != manifest.sha256[path]:
+                    raise ValueError(f"{path} is not what was prepared")
+    except ValueError as error:
+        raise ValueError(f"{error}; {_again(directory)}") from None
+
+
+def _tokenizer(directory: Path, path: Path | None, manifest: _Manifest) -> Tokenizer:
+    """The tokenizer of a directory, compared with the manifest; what is wrong is no setting of the user."""
+    if path is not None:
+        try:
+            found = hashlib.sha256(path.read_bytes()).hexdigest()
+        except OSError as error:
+            what = "is missing" if isinstance(error, FileNotFoundError) else f"({error.strerror})"
+            raise ValueError(f"the tokenizer {path} {what}; {_again(directory)}") from None
+        if found != manifest.tokenizer_hash:
+            raise ValueError(f"{path} is not the tokenizer that the data were made with; {_again(directory)}")
+    tokenizer = load(path, manifest.setting)
+    ids = (tokenizer.vocab_size, tokenizer.eos_id, tokenizer.bos_id)
+    if tokenizer.hash != manifest.tokenizer_hash or ids != manifest.tokenizer_ids:
+        raise ValueError(
+            f"the tokenizer in {directory} has now (vocabulary, EOS, BOS) {ids}, and the data were made with "
+            f"{manifest.tokenizer_ids}; {_again(directory)}"
+        )
+    return tokenizer

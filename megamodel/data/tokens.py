@@ -82,6 +82,23 @@ def open_array(path: Path) -> np.ndarray:
         raise ValueError(f"{path} cannot be read ({error}); delete its directory and prepare again") from None
 
 
+def check_array(path: Path, dtype: np.dtype, count: int) -> None:
+    """ValueError, without what to do about it, unless the file has the header and the size of count rows."""
+    header = npy_header(dtype, count)
+    expected = len(header) + count * dtype.itemsize
+    try:
+        with path.open("rb") as file:
+            size, found = os.fstat(file.fileno()).st_size, file.read(len(header))
+    except FileNotFoundError:
+        raise ValueError(f"{path} is missing") from None
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror})") from None
+    if size != expected:
+        raise ValueError(f"{path} has {size} bytes, and {expected} were written")
+    if found != header:
+        raise ValueError(f"{path} does not begin as it was written")
+
+
 class ArrayWriter:
     """A one-dimensional .npy file written piece by piece; its header is completed at the end."""
 

@@ -302,24 +302,6 @@ def test_files_over_four_gibibytes_are_indexed_correctly(tmp_path: Path) -> None
     assert [(s.record, s.byte_start) for s in windows.sources(count // length - 1)] == [(2, 5 << 30)]
 
 
-def test_damage_is_found(tmp_path: Path) -> None:
-    path = jsonl(tmp_path / "a.jsonl", [story(k) for k in range(50)])
-    made = prepare(own(path), SMALL, cache=tmp_path, workers=1)
-    made.verify()
-    tokens = made.train["files"].path
-    content = bytearray(tokens.read_bytes())
-    content[-1] ^= 1
-    tokens.write_bytes(content)
-    with pytest.raises(ValueError, match=r"train\.tokens\.npy is not what was prepared"):
-        made.verify()
-    tokens.write_bytes(content[:-400])
-    with pytest.raises(ValueError, match=r"train\.tokens\.npy is missing or cut off"):
-        open_prepared(own(path), SMALL, cache=tmp_path)
-    made.manifest.write_text("{}", encoding="utf-8")
-    with pytest.raises(ValueError, match="no readable manifest"):
-        open_prepared(own(path), SMALL, cache=tmp_path)
-
-
 PROGRAM = """
 import os, signal, sys
 from pathlib import Path

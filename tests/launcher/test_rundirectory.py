@@ -1,5 +1,6 @@
 """What a run leaves behind."""
 
+import errno
 import json
 import os
 import subprocess
@@ -9,6 +10,7 @@ import pytest
 
 from conf.typed import parse
 from launcher.config import Config
+from launcher.failure import guarded
 from launcher.rundirectory import RunDirectory, git_state, versions, write_atomic
 
 ERROR = {"rank": 1, "type": "ValueError", "message": "bad", "code": 1, "traceback": "", "time": 0.0}
@@ -93,6 +95,57 @@ def test_a_start_that_fails_leaves_somebodys_run_alone(tmp_path: Path) -> None:
     assert not RunDirectory(tmp_path).record_error(ERROR, since=0.0)
     assert RunDirectory(tmp_path).status() == {"state": "finished", "reason": "", "step": 5}
     assert not (tmp_path / "error.json").exists()
+
+
+class FullDisk:
+    """Every new file takes no byte; a file that is there can be written over."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.fsync = os.fsync
+        self.inodes = set[int]()
+        monkeypatch.setattr(os, "fsync", self)
+
+    def __call__(self, number: int) -> None:
+        found = os.fstat(number)
+        if found.st_ino not in self.inodes:
+            os.ftruncate(number, 0)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        self.fsync(number)
+
+
+def test_a_full_disk_is_still_a_failed_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = RunDirectory(tmp_path)
+    directory.begin(Config(), rank=0, step=4)
+    disk = FullDisk(monkeypatch)
+    disk.inodes = {path.stat().st_ino for path in tmp_path.iterdir()}
+    before = {path.name for path in tmp_path.iterdir()}
+    assert not directory.record_error({**ERROR, "message": "boom"}, since=0.0)
+    assert directory.status() == {"state": "failed", "reason": "boom", "step": 4}
+    assert {path.name for path in tmp_path.iterdir()} == before
+    assert f"No space left on device: '{directory.error_file}'" in caplog.text
+
+
+def test_a_full_disk_does_not_hide_the_error_that_was_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = RunDirectory(tmp_path / "run")
+
+    def work() -> int:
+        directory.begin(Config(), rank=0)
+        FullDisk(monkeypatch)
+        raise RuntimeError("boom")
+
+    assert guarded(work, rank=3, directory=directory) == 1
+    assert capsys.readouterr().err.splitlines()[-1] == "error on rank 3: RuntimeError: boom"
+
+
+def test_a_file_that_is_not_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    FullDisk(monkeypatch)
+    with pytest.raises(OSError, match=rf"No space left on device: '{tmp_path}/status.json'"):
+        RunDirectory(tmp_path).set_status("running", reason="", step=0)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_commit_of_a_checkout(tmp_path: Path) -> None:
