@@ -211,11 +211,19 @@ def _variant_fields(form: Shape, prefix: str, default: Any) -> list[Field]:
     first = Field(key, " | ".join(form.kinds()), kind, own["help"], own["on_resume"])
     shared = [row for row, members in rows.items() if len(members) == len(form.members)]
     some = [
-        dataclasses.replace(row, variant=f"{form.discriminator}={'|'.join(members)}")
+        dataclasses.replace(row, variant=_variant(row, prefix, f"{form.discriminator}={'|'.join(members)}"))
         for row, members in rows.items()
         if len(members) < len(form.members)
     ]
     return [first, *shared, *some]
+
+
+def _variant(row: Field, prefix: str, outer: str) -> str:
+    """The members that have a row; in a union within a union of both: `kind=rope, scaling.kind=yarn`."""
+    if row.variant is None:
+        return outer
+    section = row.path.removeprefix(prefix).rpartition(".")[0]
+    return f"{outer}, {section}.{row.variant}"
 
 
 def described(hint: Any) -> str:

@@ -14,6 +14,7 @@ from launcher.hardware import Hardware
 from launcher.sections import DEFAULT_STEPS, Evaluate, Run, Sample, Train
 from megamodel.config import Model
 from megamodel.data.config import Data
+from megamodel.moe import Routed
 from megamodel.optim import Cosine, LearningRate, Optim, Schedule, resolve, updates
 from megamodel.tokenizer import TokenizerConfig
 from parallel.config import Parallel
@@ -72,10 +73,14 @@ def layout_problems(tree: Config) -> Iterator[Problem]:
     """What does not divide by tp or over the stages."""
     tp, pp = tree.parallel.tp, tree.parallel.pp
     attention, layers = tree.model.attention, tree.model.n_layers
-    for path, size in (
-        ("model.attention.n_heads", attention.n_heads),
-        ("model.feedforward.d_ff", tree.model.feedforward.d_ff),
-    ):
+    sizes = {"model.attention.n_heads": attention.n_heads}
+    if any(own.experts is None for own in tree.model.layers):
+        sizes["model.feedforward.d_ff"] = tree.model.feedforward.d_ff
+    if isinstance(tree.model.experts, Routed):
+        sizes["model.experts.n_experts"] = tree.model.experts.n_experts
+        if tree.model.experts.shared_d_ff:
+            sizes["model.experts.shared_d_ff"] = tree.model.experts.shared_d_ff
+    for path, size in sizes.items():
         if size % tp:
             yield Problem(
                 path, f"{path} ({size}) must be divisible by parallel.tp ({tp}); {usable(size, 'tp')}"
@@ -103,6 +108,12 @@ def layout_problems(tree: Config) -> Iterator[Problem]:
         yield Problem(
             "parallel.pp", f"parallel.pp ({pp}) is more than model.n_layers ({layers}); use at most {layers}"
         )
+    if pp > 1 and tree.model.shares_over_layers:
+        yield Problem(
+            "parallel.pp",
+            f"parallel.pp ({pp}): the table of model.position.kind=buckets is shared by all layers, which "
+            "must stand on one stage; use parallel.pp=1 or model.position.shared=false",
+        )
     stages = tree.parallel.stage_layers
     if stages is not None and sum(stages) != layers:
         yield Problem(
@@ -123,6 +134,13 @@ def data_problems(tree: Config) -> Iterator[Problem]:
             "tokenizer.vocab_size",
             f"tokenizer.vocab_size ({tokens}) is more than model.vocab_size ({tree.model.vocab_size}); "
             f"use model.vocab_size={tokens}",
+        )
+    longest = tree.model.longest
+    if longest is not None and tree.train.sequence_length > longest:
+        yield Problem(
+            "train.sequence_length",
+            f"train.sequence_length ({tree.train.sequence_length}) is more than model.position.max_positions "
+            f"({longest}); learned positions end there",
         )
     if not tree.resume:
         yield Problem("resume", "resume must be auto, none or the path of a checkpoint")

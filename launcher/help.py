@@ -84,7 +84,7 @@ def markdown_table(root: type) -> str:
     """The table of keys for the documentation: path, type, default, what a resume does, what it means."""
     lines = ["| key | type | default | on resume | meaning |", "|---|---|---|---|---|"]
     for field in fields(root):
-        only = f" ({field.variant})" if field.variant else ""
+        only = f" ({field.variant})".replace("|", "\\|") if field.variant else ""
         default = "" if field.default is NO_DEFAULT else f"`{default_text(field.default)}`"
         kind = field.type.replace("|", "\\|")
         lines.append(f"| `{field.path}`{only} | {kind} | {default} | {field.on_resume} | {field.help} |")

@@ -14,6 +14,7 @@ from datetime import timedelta
 import torch
 
 from checkpoints.choose import Rewind
+from checkpoints.imported import IMPORTED
 from checkpoints.manager import About, Manager, Restored, holds_run
 from checkpoints.snapshots import state_bytes
 from conf.schema import Difference, plain
@@ -30,6 +31,7 @@ from launcher.telling import beginning, dry_run_text, ended, ending, overridden
 from launcher.train import Outcome, Run
 from launcher.train import train as loop
 from megamodel.accounting import flops_per_token
+from megamodel.auxiliary import Auxiliary
 from megamodel.data.batch import Batch, Cursor
 from megamodel.data.held_out import HeldOut
 from megamodel.data.loader import Loader
@@ -39,6 +41,7 @@ from megamodel.data.prepared import Prepared
 from megamodel.dropout import Clock
 from megamodel.loss import Loss
 from megamodel.model import layers
+from megamodel.moe import Routed
 from megamodel.optim import adamw
 from parallel.engine import Engine
 from parallel.exchange import Exchange, exchange_over, together
@@ -208,7 +211,7 @@ def _metrics(
 
 def build_engine(settled: Plan, mesh: Mesh) -> Engine:
     """The model of a configuration on the mesh, under the engine."""
-    config, clock = settled.config, Clock()
+    config, clock, auxiliary = settled.config, Clock(), Auxiliary()
     parallel = TensorParallel(mesh.tp, sequence=config.parallel.sequence_parallel)
     shard = VocabularyShard(config.model.vocab_size, mesh.tp)
     built = layers(
@@ -218,6 +221,7 @@ def build_engine(settled: Plan, mesh: Mesh) -> Engine:
         parallel=parallel,
         recompute=config.parallel.recompute == "block",
         clock=clock,
+        auxiliary=auxiliary,
     )
     return Engine(
         built,
@@ -230,6 +234,7 @@ def build_engine(settled: Plan, mesh: Mesh) -> Engine:
         clip_norm=config.optim.clip_norm,
         stage_layers=config.parallel.stage_layers,
         set_step=clock.set,
+        auxiliary=auxiliary if isinstance(config.model.experts, Routed) else None,
     )
 
 
@@ -282,6 +287,10 @@ class _Acceptor:
 
     def __call__(self, restored: Restored) -> None:
         settled, prepared = self._settled, self._prepared
+        if restored.extra.get(IMPORTED):  # weights from elsewhere: nothing but the model must agree
+            model = restored.about.configuration["model"]
+            check_resume({**plain(settled.config), "model": model}, settled.config)
+            return
         found = check_resume(restored.about.configuration, settled.config)
         if restored.about.tokenizer != prepared.tokenizer.hash:
             raise ValueError(

@@ -14,11 +14,14 @@ from launcher.metrics import MetricsWriter, encoded
 from launcher.rewind import Rewinder
 from launcher.rundirectory import RunDirectory
 from launcher.stopping import reason, stop_signals
+from megamodel.auxiliary import NAMES
+from megamodel.config import Model
 from megamodel.data.batch import Cursor
 from megamodel.data.held_out import HeldOut
 from megamodel.data.loader import LoadedStep, Loader
 from megamodel.data.prefetch import Prefetcher
-from parallel.engine import Engine, StepResult
+from megamodel.moe import Routed
+from parallel.engine import Engine, Signals, StepResult
 
 log = logging.getLogger(__name__)
 
@@ -144,10 +147,7 @@ def _record(run: Run, cursor: Cursor, fed: LoadedStep, result: StepResult, *, lr
     if result.signals is None:
         return record
     signals = result.signals
-    record["loss/train"] = signals.loss
-    if run.plan.config.model.z_loss:
-        record["loss/z"] = signals.z_loss
-        record["loss/total"] = signals.loss + signals.z_loss
+    record |= _losses(run.plan.config.model, signals)
     record["norm/grad"] = signals.norm
     record["logit/max"], record["logit/max_log_z"] = signals.max_logit, signals.max_log_z
     speed = len(fed.samples) * run.plan.config.train.sequence_length / result.seconds
@@ -160,6 +160,22 @@ def _record(run: Run, cursor: Cursor, fed: LoadedStep, result: StepResult, *, lr
         if seconds != NOTHING:
             record[f"time/checkpoint_{name}_seconds"] = seconds
     return record
+
+
+def _losses(model: Model, signals: Signals) -> dict[str, float]:
+    """loss/train, each further loss that the model has, and their sum."""
+    weights = [model.z_loss]
+    if isinstance(model.experts, Routed):
+        weights += [model.experts.balance_loss, model.experts.router_z_loss]
+    values = (signals.z_loss, *signals.auxiliary)
+    further = {
+        name: value
+        for name, weight, value in zip(("loss/z", *NAMES), weights, values, strict=False)
+        if weight
+    }
+    if not further:
+        return {"loss/train": signals.loss}
+    return {"loss/train": signals.loss, **further, "loss/total": signals.loss + sum(further.values())}
 
 
 def _evaluate(run: Run, record: dict[str, Any]) -> HeldOutLoss | None:

@@ -33,3 +33,19 @@ ACTIVATIONS: dict[ActivationName, Callable[[Tensor], Tensor]] = {
     "identity": _identity,
     "sigmoid": torch.sigmoid,
 }
+
+
+def gating(name: ActivationName, *, clamp: float | None, alpha: float) -> Callable[[Tensor, Tensor], Tensor]:
+    """(gate, up) -> act(gate) up.
+
+    With a clamp c: g = min(gate, c), u = clamp(up, -c, c): (u + 1) g sigmoid(alpha g) (gpt-oss).
+    """
+    if clamp is None:
+        act = ACTIVATIONS[name]
+        return lambda gate, up: act(gate) * up
+
+    def clamped(gate: Tensor, up: Tensor) -> Tensor:
+        g, u = gate.clamp(max=clamp), up.clamp(-clamp, clamp)
+        return (u + 1) * (g * torch.sigmoid(alpha * g))
+
+    return clamped

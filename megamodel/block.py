@@ -4,31 +4,97 @@ B batch, S sequence length (S / tp between the regions under sequence parallelis
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megamodel.attention import GroupedAttention
-from megamodel.config import Model
+from megamodel.attention import GroupedAttention, Place
+from megamodel.auxiliary import Auxiliary
+from megamodel.cache import Cache
+from megamodel.config import LayerSettings, Model
 from megamodel.dropout import Clock, KeyedDropout
 from megamodel.feedforward import FeedForward
+from megamodel.latent import LatentAttention
+from megamodel.moe import MixtureOfExperts
 from megamodel.norm import build_norm
 from megamodel.position import Position
 from parallel.tensor import TensorParallel
 
 Stream = tuple[Tensor, Tensor, Tensor]  # (x, positions, samples): all that crosses a stage border
+ATTENTIONS = {"grouped": GroupedAttention, "latent": LatentAttention}
 
 
-def _pre(block: "Block", x: Tensor, positions: Tensor, samples: Tensor) -> Tensor:
-    """h = x + A(N1 x); y = h + F(N2 h)."""
-    h = x + block.drop_attention(
-        block.attention(block.attention_norm(x), positions, samples), samples, x.shape[1]
-    )
-    return h + block.drop_feedforward(block.feedforward(block.feedforward_norm(h)), samples, h.shape[1])
+@dataclass(frozen=True)
+class Layout:
+    """Where the norms stand around a sublayer f, and whether both read the same stream.
+
+    before: f(N x); after: N f(x); of_sum: N(x + f(x)). parallel: y = x + A(N x) + F(N x), with one norm that
+    both share, or two.
+    """
+
+    before: bool = False
+    after: bool = False
+    of_sum: bool = False
+    parallel: bool = False
+    shared: bool = False
+
+    @property
+    def norms(self) -> int:
+        """Norms of a block."""
+        return (self.before + self.after + self.of_sum) * (1 if self.shared else 2)
 
 
-LAYOUTS: dict[str, Callable[["Block", Tensor, Tensor, Tensor], Tensor]] = {"pre": _pre}
+LAYOUTS: dict[str, Layout] = {
+    "pre": Layout(before=True),
+    "post": Layout(of_sum=True),
+    "double": Layout(before=True, after=True),
+    "output": Layout(after=True),
+    "parallel_shared": Layout(before=True, parallel=True, shared=True),
+    "parallel_two": Layout(before=True, parallel=True),
+}
+
+
+class Sublayer(nn.Module):
+    """f with its norms and what is done to its output before the sum."""
+
+    def __init__(
+        self,
+        name: str,
+        settings: Model,
+        inner: nn.Module,
+        dropout: KeyedDropout,
+        parallel: TensorParallel,
+        *,
+        reads_normed: bool = False,
+    ) -> None:
+        super().__init__()
+        layout = LAYOUTS[settings.layout]
+
+        def norm(present: bool, suffix: str) -> nn.Module:
+            if not present:
+                return nn.Identity()
+            return build_norm(settings.norm, f"{name}{suffix}", settings.d_model, parallel)
+
+        self.before = norm(layout.before and not reads_normed, "_norm")
+        self.inner = inner
+        self.after = norm(layout.after, "_output_norm")
+        self.of_sum = norm(layout.of_sum, "_sum_norm")
+        self.scale = settings.residual_scale
+        self.dropout = dropout
+        self.parallel = parallel
+
+    def branch(self, x: Tensor, samples: Tensor, *inputs: Any) -> Tensor:
+        """The summand of an input that is normed already."""
+        y = self.after(self.inner(x, *inputs))
+        if self.scale != 1:
+            y = y * self.scale
+        first = self.parallel.group.rank * y.shape[1] if self.parallel.sequence else 0
+        return self.dropout(y, samples, first_token=first)
+
+    def forward(self, x: Tensor, samples: Tensor, *inputs: Any) -> Tensor:
+        return self.of_sum(x + self.branch(self.before(x), samples, *inputs))
 
 
 class Block(nn.Module):
@@ -45,58 +111,66 @@ class Block(nn.Module):
         clock: Clock,
         recompute: bool,
         parallel: TensorParallel,
+        auxiliary: Auxiliary,
     ) -> None:
         super().__init__()
-        name, d_model = f"blocks.{layer}", settings.d_model
-        std, scale = standard_deviation(settings), output_scale(settings)
-        dropout = settings.dropout
+        name, own = f"blocks.{layer}", settings.layer(layer)
+        dropout, std = settings.dropout, standard_deviation(settings)
 
         def keyed(p: float, site: str) -> KeyedDropout:
             return KeyedDropout(p, seed=seed, layer=layer, site=site, clock=clock)
 
-        self.layout = LAYOUTS[settings.layout]
-        self.recompute = recompute
-        self.parallel = parallel
-        self.attention_norm = build_norm(settings.norm, f"{name}.attention_norm", d_model, parallel)
-        inner = settings.attention.n_heads * settings.attention.head_width
-        self.attention = GroupedAttention(
-            f"{name}.attention",
-            settings.attention,
-            d_model,
+        self.recompute, self.parallel = recompute, parallel
+        self.regime = position.regime
+        inner = own.attention.n_heads * own.attention.value_width
+        place = Place(
+            name=f"{name}.attention",
+            layer=layer,
+            d_model=settings.d_model,
             position=position,
-            std=std(d_model),
-            output_std=std(inner) * scale,
+            std=std(settings.d_model),
+            output_std=std(inner) * output_scale(settings),
             documents=documents,
             dropout=keyed(dropout.attention, "attention"),
             parallel=parallel,
         )
-        self.feedforward_norm = build_norm(settings.norm, f"{name}.feedforward_norm", d_model, parallel)
-        self.feedforward = FeedForward(
-            f"{name}.feedforward",
-            settings.feedforward,
-            d_model,
-            std=std(d_model),
-            output_std=std(settings.feedforward.d_ff) * scale,
-            parallel=parallel,
+        attention = ATTENTIONS[own.attention.kind](own.attention, place)  # type: ignore[arg-type]
+        feedforward = _feedforward(f"{name}.feedforward", settings, own, layer, auxiliary, parallel)
+        layout = LAYOUTS[settings.layout]
+        self.is_parallel, self.is_shared = layout.parallel, layout.shared
+        self.attend = Sublayer(
+            f"{name}.attention",
+            settings,
+            attention,
+            keyed(dropout.residual, "attention_output"),
+            parallel,
         )
-        self._attention_dropout = keyed(dropout.residual, "attention_output")
-        self._feedforward_dropout = keyed(dropout.residual, "feedforward_output")
+        self.feed = Sublayer(
+            f"{name}.feedforward",
+            settings,
+            feedforward,
+            keyed(dropout.residual, "feedforward_output"),
+            parallel,
+            reads_normed=layout.shared,
+        )
 
-    def drop_attention(self, y: Tensor, samples: Tensor, tokens: int) -> Tensor:
-        """Residual dropout of the attention's output."""
-        return self._attention_dropout(y, samples, first_token=self._first(tokens))
+    @property
+    def attention(self) -> nn.Module:
+        return self.attend.inner
 
-    def drop_feedforward(self, y: Tensor, samples: Tensor, tokens: int) -> Tensor:
-        """Residual dropout of the feed-forward's output."""
-        return self._feedforward_dropout(y, samples, first_token=self._first(tokens))
+    @property
+    def feedforward(self) -> nn.Module:
+        return self.feed.inner
 
-    def _first(self, tokens: int) -> int:
-        return self.parallel.group.rank * tokens if self.parallel.sequence else 0
+    def _run(self, x: Tensor, positions: Tensor, samples: Tensor, cache: Cache | None = None) -> Tensor:
+        inputs = (positions, samples, cache)
+        if not self.is_parallel:
+            return self.feed(self.attend(x, samples, *inputs), samples)
+        normed = self.attend.before(x)
+        other = normed if self.is_shared else self.feed.before(x)
+        return x + self.attend.branch(normed, samples, *inputs) + self.feed.branch(other, samples)
 
-    def _run(self, x: Tensor, positions: Tensor, samples: Tensor) -> Tensor:
-        return self.layout(self, x, positions, samples)
-
-    def forward(self, stream: Stream) -> Stream:
+    def forward(self, stream: Stream, cache: Cache | None = None) -> Stream:
         x, positions, samples = stream
         if self.recompute and self.training:
             # Randomness is keyed, so there is no generator state to save for the second forward.
@@ -104,8 +178,38 @@ class Block(nn.Module):
                 self._run, x, positions, samples, use_reentrant=False, preserve_rng_state=False
             )
         else:
-            y = self._run(x, positions, samples)
+            y = self._run(x, positions, samples, cache)
+        if isinstance(self.feedforward, MixtureOfExperts):
+            self.feedforward.report()
         return y, positions, samples
+
+
+def _feedforward(
+    name: str,
+    settings: Model,
+    own: LayerSettings,
+    layer: int,
+    auxiliary: Auxiliary,
+    parallel: TensorParallel,
+) -> nn.Module:
+    std, scale, form = standard_deviation(settings), output_scale(settings), settings.feedforward
+    width = std(settings.d_model)
+    if own.experts is None:
+        return FeedForward(
+            name, form, settings.d_model, std=width, output_std=std(form.d_ff) * scale, parallel=parallel
+        )
+    return MixtureOfExperts(
+        name,
+        own.experts,
+        form,
+        settings.d_model,
+        layer=layer,
+        std=width,
+        output_std=std(own.experts.d_ff) * scale,
+        shared_std=std(max(own.experts.shared_d_ff, 1)) * scale,
+        auxiliary=auxiliary,
+        parallel=parallel,
+    )
 
 
 def standard_deviation(settings: Model) -> Callable[[int], float]:

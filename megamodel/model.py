@@ -10,23 +10,88 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from megamodel.accounting import block_matrices
+from megamodel.auxiliary import Auxiliary
 from megamodel.block import Block, Stream, standard_deviation
-from megamodel.config import Model
+from megamodel.cache import Cache
+from megamodel.config import Logits, Model
 from megamodel.dropout import Clock, KeyedDropout
 from megamodel.init import initialise
 from megamodel.norm import build_norm
-from megamodel.position import build_position
-from parallel.tensor import TensorParallel, VocabularyMatrix
+from megamodel.position import (
+    ABSOLUTE,
+    OWN,
+    Buckets,
+    Position,
+    Rope,
+    Site,
+    build_absolute,
+    build_position,
+)
+from parallel.tensor import TensorParallel, VocabularyBias, VocabularyMatrix
 
 
 class Embedding(nn.Module):
-    """(tokens, positions, samples) -> (x, positions, samples). Holds the head's matrix too when tied."""
+    """(tokens, positions, samples) -> (x, positions, samples). Holds the head's matrix too when tied.
+
+    What needs weights of its own before the first block stands in `Entry`, so that a tied copy has none.
+    """
 
     def __init__(self, settings: Model, *, seed: int, clock: Clock, parallel: TensorParallel) -> None:
         super().__init__()
-        std = standard_deviation(settings)(settings.d_model)
         self.matrix = VocabularyMatrix(
-            "embedding", settings.vocab_size, settings.d_model, std=std, parallel=parallel
+            "embedding",
+            settings.vocab_size,
+            settings.d_model,
+            std=standard_deviation(settings)(settings.d_model),
+            parallel=parallel,
+        )
+        self.parallel = parallel
+        self.scale = settings.embedding.scale
+        self.settings = settings.logits
+        p = 0.0 if needs_entry(settings) else settings.dropout.embedding
+        self.dropout = KeyedDropout(p, seed=seed, layer=-1, site="embedding", clock=clock)
+
+    def forward(self, stream: Stream) -> Stream:
+        tokens, positions, samples = stream
+        x = self.matrix.embed(tokens)  # (B, S, D) or (B, S / tp, D)
+        if self.scale != 1:
+            x = x * self.scale
+        first = self.parallel.group.rank * x.shape[1] if self.parallel.sequence else 0
+        return self.dropout(x, samples, first_token=first), positions, samples
+
+    def unembed(self, x: Tensor) -> Tensor:
+        """The tied head: x -> logits of this rank's vocabulary rows."""
+        logits = self.matrix.logits(x)
+        return logits if self.settings.bias else finished(self.settings, logits)
+
+
+class Tail(nn.Module):
+    """The bias of a tied head, which has to stand outside of what is tied: logits -> logits."""
+
+    def __init__(self, settings: Model, *, parallel: TensorParallel) -> None:
+        super().__init__()
+        self.settings = settings.logits
+        self.bias = VocabularyBias("head.bias", settings.vocab_size, parallel.group)
+
+    def forward(self, logits: Tensor) -> Tensor:
+        return finished(self.settings, self.bias(logits))
+
+
+def needs_entry(settings: Model) -> bool:
+    """Whether something stands between the embedding and the first block."""
+    return isinstance(settings.position, ABSOLUTE) or settings.embedding.norm
+
+
+class Entry(nn.Module):
+    """Absolute positions, the embedding's norm and dropout: (x, positions, samples) -> the same."""
+
+    def __init__(self, settings: Model, *, seed: int, clock: Clock, parallel: TensorParallel) -> None:
+        super().__init__()
+        self.position = build_absolute(settings.position, site("position", settings, parallel))
+        norm = settings.embedding.norm
+        self.norm = (
+            build_norm(settings.norm, "embedding_norm", settings.d_model, parallel) if norm else nn.Identity()
         )
         self.parallel = parallel
         self.dropout = KeyedDropout(
@@ -34,22 +99,25 @@ class Embedding(nn.Module):
         )
 
     def forward(self, stream: Stream) -> Stream:
-        tokens, positions, samples = stream
-        x = self.matrix.embed(tokens)  # (B, S, D) or (B, S / tp, D)
-        first = self.parallel.group.rank * x.shape[1] if self.parallel.sequence else 0
+        x, positions, samples = stream
+        first, length = 0, x.shape[1]
+        if self.parallel.sequence:
+            first = self.parallel.group.rank * length
+        places = positions[:, first : first + length].clamp(min=0)
+        x = self.norm(self.position.embed(x, places))
         return self.dropout(x, samples, first_token=first), positions, samples
-
-    def unembed(self, x: Tensor) -> Tensor:
-        """The tied head: x -> logits of this rank's vocabulary rows."""
-        return self.matrix.logits(x)
 
 
 class FinalNorm(nn.Module):
-    """(x, positions, samples) -> the normalised x alone."""
+    """(x, positions, samples) -> the normalised x alone; post-norm layouts have no norm here."""
 
     def __init__(self, settings: Model, *, parallel: TensorParallel) -> None:
         super().__init__()
-        self.norm = build_norm(settings.norm, "final_norm", settings.d_model, parallel)
+        self.norm = (
+            build_norm(settings.norm, "final_norm", settings.d_model, parallel)
+            if settings.has_final_norm
+            else nn.Identity()
+        )
 
     def forward(self, stream: Stream) -> Tensor:
         return self.norm(stream[0])
@@ -60,13 +128,64 @@ class Head(nn.Module):
 
     def __init__(self, settings: Model, *, parallel: TensorParallel) -> None:
         super().__init__()
-        std = standard_deviation(settings)(settings.d_model)
+        self.settings = settings.logits
         self.matrix = VocabularyMatrix(
-            "head", settings.vocab_size, settings.d_model, std=std, parallel=parallel
+            "head",
+            settings.vocab_size,
+            settings.d_model,
+            std=standard_deviation(settings)(settings.d_model),
+            parallel=parallel,
+            bias=settings.logits.bias,
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.matrix.logits(x)
+        return finished(self.settings, self.matrix.logits(x))
+
+
+def finished(settings: Logits, logits: Tensor) -> Tensor:
+    """The product with the head -> the logits: x scale, cap."""
+    if settings.scale != 1:
+        logits = logits * settings.scale
+    if settings.softcap is not None:
+        logits = settings.softcap * torch.tanh(logits / settings.softcap)
+    return logits
+
+
+def site(name: str, settings: Model, parallel: TensorParallel, width: int | None = None) -> Site:
+    """Where a position encoding of this name stands; width of what it turns or compares."""
+    return Site(
+        name=name,
+        n_heads=settings.attention.n_heads,
+        head_width=width or settings.attention.query_width,
+        d_model=settings.d_model,
+        std=standard_deviation(settings)(settings.d_model),
+        parallel=parallel,
+    )
+
+
+class Positions:
+    """The position encoding of each layer; those without weights of their own, or shared, are built once."""
+
+    def __init__(self, settings: Model, parallel: TensorParallel) -> None:
+        self.settings, self.parallel = settings, parallel
+        self.shared: list[tuple[object, Position]] = []
+
+    def of(self, layer: int) -> Position:
+        """The encoding of one layer."""
+        chosen, attention = self.settings.layer(layer).position, self.settings.attention
+        width = attention.rotary_width if isinstance(chosen, Rope.Config) else attention.query_width
+        own = isinstance(chosen, OWN) and not (isinstance(chosen, Buckets.Config) and chosen.shared)
+        if own:
+            return build_position(
+                chosen, site(f"blocks.{layer}.attention.position", self.settings, self.parallel, width)
+            )
+        for seen, built in self.shared:
+            if seen == chosen:
+                return built
+        name = f"position.{layer}" if self.shared else "position"
+        built = build_position(chosen, site(name, self.settings, self.parallel, width))
+        self.shared.append((chosen, built))
+        return built
 
 
 def _unembed(embedding: nn.Module, x: Tensor) -> Tensor:
@@ -96,72 +215,83 @@ def layers(
     parallel: TensorParallel,
     recompute: bool = False,
     clock: Clock | None = None,
+    auxiliary: Auxiliary | None = None,
+    initial: bool = True,
 ) -> list[Layer]:
     """The model as layer builders. Each builds with its initial weights, the same at every layout.
 
-    Costs are matrix elements that a token is multiplied with; the embedding counts as a look-up.
+    Costs are matrix elements that a token is multiplied with; the embedding counts as a look-up. With
+    initial=False the weights are left as the memory is, to be loaded.
     """
-    clock = clock or Clock()
-    position = build_position(settings.position, settings.attention.head_width)
+    clock, auxiliary = clock or Clock(), auxiliary or Auxiliary()
+    positions = Positions(settings, parallel)
 
     def started(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-        return lambda: initialise(build(), seed=seed)
+        return (lambda: initialise(build(), seed=seed)) if initial else build
 
     def block(layer: int) -> Layer:
         build = started(
             lambda: Block(
                 settings,
                 layer,
-                position=position,
+                position=positions.of(layer),
                 documents=documents,
                 seed=seed,
                 clock=clock,
                 recompute=recompute,
                 parallel=parallel,
+                auxiliary=auxiliary,
             )
         )
-        return Layer(build, cost=block_cost(settings), is_block=True)
+        return Layer(build, cost=float(sum(block_matrices(settings, layer))), is_block=True)
 
-    vocabulary_cost = float(settings.vocab_size * settings.d_model)
+    width, vocabulary_cost = float(settings.d_model), float(settings.vocab_size * settings.d_model)
     tied = "embedding" if settings.tie_embeddings else None
     embedding = started(lambda: Embedding(settings, seed=seed, clock=clock, parallel=parallel))
+    entry = Layer(started(lambda: Entry(settings, seed=seed, clock=clock, parallel=parallel)), cost=width)
     head = (
         Layer(embedding, cost=vocabulary_cost, tied=tied, apply=_unembed)
         if settings.tie_embeddings
         else Layer(started(lambda: Head(settings, parallel=parallel)), cost=vocabulary_cost)
     )
+    tail = Layer(started(lambda: Tail(settings, parallel=parallel)), cost=float(settings.vocab_size))
     return [
-        Layer(embedding, cost=float(settings.d_model), tied=tied),
+        Layer(embedding, cost=width, tied=tied),
+        *([entry] if needs_entry(settings) else []),
         *[block(layer) for layer in range(settings.n_layers)],
-        Layer(started(lambda: FinalNorm(settings, parallel=parallel)), cost=float(settings.d_model)),
+        Layer(started(lambda: FinalNorm(settings, parallel=parallel)), cost=width),
         head,
+        *([tail] if settings.tie_embeddings and settings.logits.bias else []),
     ]
 
 
-def block_cost(settings: Model) -> float:
-    """Matrix elements of one block, over all tp ranks."""
-    attention, feedforward = settings.attention, settings.feedforward
-    heads = 2 * attention.n_heads + 2 * attention.n_kv_heads
-    matrices = 3 if feedforward.gated else 2
-    return float(settings.d_model * (heads * attention.head_width + matrices * feedforward.d_ff))
-
-
 class Transformer(nn.Module):
-    """The whole model in one process: tokens (B, S) int64 -> logits (B, S, V)."""
+    """The whole model in one process, or of one tp rank: tokens (B, S) int64 -> logits (B, S, V)."""
 
     def __init__(
-        self, settings: Model, *, seed: int = 0, documents: bool = False, recompute: bool = False
+        self,
+        settings: Model,
+        *,
+        seed: int = 0,
+        documents: bool = False,
+        recompute: bool = False,
+        initial: bool = True,
+        parallel: TensorParallel | None = None,
     ) -> None:
         super().__init__()
         self.settings = settings
         self.clock = Clock()
+        self.auxiliary = Auxiliary()
+        self.parallel = parallel or TensorParallel()
         self._parts = layers(
             settings,
             seed=seed,
             documents=documents,
-            parallel=TensorParallel(),
+            parallel=self.parallel,
             recompute=recompute,
             clock=self.clock,
+            auxiliary=self.auxiliary,
+            initial=initial,
         )
         built: dict[str, nn.Module] = {}
         self.layers = nn.ModuleList()
@@ -172,16 +302,37 @@ class Transformer(nn.Module):
             self.layers.append(module)
 
     def forward(
-        self, tokens: Tensor, positions: Tensor | None = None, samples: Tensor | None = None
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        samples: Tensor | None = None,
+        caches: list[Cache] | None = None,
     ) -> Tensor:
-        """positions default to 0 .. S - 1; samples, which key dropout, to 0 .. B - 1."""
+        """positions default to 0 .. S - 1; samples, which key dropout, to 0 .. B - 1.
+
+        caches, one a block: what earlier calls saw is seen too; positions are then needed, -1 for padding.
+        """
         rows, length = tokens.shape
         if positions is None:
             positions = torch.arange(length, device=tokens.device).expand(rows, length)
         if samples is None:
             samples = torch.arange(rows, device=tokens.device)
+        remaining = iter(caches) if caches is not None else None
         x: Stream | Tensor = (tokens, positions, samples)
         for part, module in zip(self._parts, self.layers, strict=True):
-            x = part.apply(module, x) if part.apply else module(x)  # type: ignore[arg-type]
+            if part.is_block and remaining is not None:
+                x = module(x, next(remaining))
+            else:
+                x = part.apply(module, x) if part.apply else module(x)  # type: ignore[arg-type]
         assert isinstance(x, Tensor)
         return x
+
+    def regime(self, length: int) -> tuple[int, ...]:
+        """What positions make of a text of this length; memories hold for texts of one regime."""
+        blocks = [module for module in self.layers if isinstance(module, Block)]
+        return tuple(block.regime(length) for block in blocks)
+
+    def caches(self, capacity: int) -> list[Cache]:
+        """Empty memories for texts of up to `capacity` tokens."""
+        windows = [layer.attention.window for layer in self.settings.layers]
+        return [Cache(capacity=capacity, window=window) for window in windows]

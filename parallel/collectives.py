@@ -104,6 +104,33 @@ class _ScatterSequence(torch.autograd.Function):
         return _gather_sequence(grad, ctx.group), None
 
 
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return all_reduce(x.contiguous().clone(), group)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return all_reduce(grad.contiguous().clone(), ctx.group), None
+
+
+def sum_inside(x: Tensor, group: Group) -> Tensor:
+    """Sum over the group, inside a region: each rank uses it in its own way, so backward sums too."""
+    return x if group.size == 1 else _Sum.apply(x, group)  # type: ignore[return-value]
+
+
+def gather_last(x: Tensor, group: Group) -> Tensor:
+    """(..., n of each rank) -> (..., sum of n), in rank order, without gradient; n may differ by rank."""
+    if group.size == 1:
+        return x
+    sizes = gather_rows(torch.tensor([x.shape[-1]], device=x.device), group).tolist()
+    padded = x.new_zeros((max(sizes), *x.shape[:-1]))
+    padded[: x.shape[-1]] = x.movedim(-1, 0)
+    parts = gather_rows(padded, group).split(max(sizes))
+    return torch.cat([part[:n] for part, n in zip(parts, sizes, strict=True)]).movedim(0, -1)
+
+
 def copy_to(x: Tensor, group: Group) -> Tensor:
     """Identity; backward sums the gradients over the group. Entry of a tensor-parallel region."""
     return x if group.size == 1 else _Copy.apply(x, group)  # type: ignore[return-value]

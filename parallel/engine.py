@@ -16,7 +16,7 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from torch import Tensor, nn
 
 from parallel.deepspeed_config import Precision, deepspeed_config
-from parallel.mesh import Mesh
+from parallel.mesh import Group, Mesh
 from parallel.piece import Piece, disown, pieces_of
 from parallel.pipeline import GuardedEngine, LayerLike, StagedModule, quiet
 from parallel.stages import stage_bounds
@@ -36,6 +36,16 @@ class LossLike(Protocol):
 
     def reset(self) -> None: ...
     def __call__(self, logits: Tensor, labels: tuple[Tensor, Tensor]) -> Tensor: ...
+
+
+class AuxiliaryLike(Protocol):
+    """What the engine asks of losses that the model makes inside: see megamodel.auxiliary.Auxiliary."""
+
+    dp: Group
+
+    def begin(self, *, sequences: int) -> None: ...
+    def sums(self) -> list[float]: ...
+    def applied(self) -> None: ...
 
 
 class BatchLike(Protocol):
@@ -68,6 +78,7 @@ class Signals:
     max_log_z: float
     non_finite: bool
     maxima: tuple[float, ...] = ()
+    auxiliary: tuple[float, ...] = ()  # means over the global batch's sequences, summed over layers
 
 
 @dataclass(frozen=True)
@@ -110,15 +121,13 @@ class Engine:
         clip_norm: float,
         stage_layers: Sequence[int] | None = None,
         set_step: Callable[[int], None] = lambda step: None,
+        auxiliary: AuxiliaryLike | None = None,
     ) -> None:
-        if deepspeed.__version__.split("+")[0] != _DEEPSPEED_VERSION:
-            raise ValueError(
-                f"deepspeed {deepspeed.__version__} is installed, but the engine relies on internals of "
-                f"{_DEEPSPEED_VERSION}; pip install deepspeed=={_DEEPSPEED_VERSION}"
-            )
+        _check_version()
         self.mesh = mesh
         self.loss = loss
         self._set_step = set_step
+        self._auxiliary = auxiliary
         self.bounds = stage_bounds(
             [layer.cost for layer in layers],
             [layer.is_block for layer in layers],
@@ -148,14 +157,14 @@ class Engine:
                 config_class=DeepSpeedConfig(raw, mpu),
             )
         self.partition = ZeroPartition(self._engine.optimizer, mesh, clip_norm=clip_norm)
+        self._untrained = _in_fp32(p for p in self.module.parameters() if not p.requires_grad)
         self._engine.attach(self._sum_over_tp, self._decide, self.partition)
         self._judge: Judge = accept
-        self._maxima: tuple[float, ...] = ()
-        self._started = 0.0
-        self._judged = 0.0
-        self._valid_tokens = 0
-        self._signals: Signals | None = None
         self._applied = False
+        self._signals: Signals | None = None
+        self._maxima: tuple[float, ...] = ()
+        self._started = self._judged = 0.0
+        self._valid_tokens = 0
 
     @property
     def adam_step(self) -> int:
@@ -193,11 +202,16 @@ class Engine:
         self._judge, self._valid_tokens, self._signals = judge, valid, None
         self._set_step(tried)
         self.loss.reset()
+        if self._auxiliary is not None:
+            self._auxiliary.dp = self.mesh.dp
+            self._auxiliary.begin(sequences=sum(batch.tokens.shape[0] for batch in batches))
         for group in self._engine.optimizer.optimizer.param_groups:
             group["lr"] = lr
         self._engine.train_batch(self._feed(batches, len(batches) * self.mesh.dp.size / valid))
         decided: Signals | None = self._signals  # set by _decide, which train_batch calls
         assert decided is not None
+        if self._applied and self._auxiliary is not None:
+            self._auxiliary.applied()
         *others, slowest = decided.maxima
         signals = replace(decided, maxima=tuple(others))
         seconds = slowest + time.perf_counter() - self._judged
@@ -226,8 +240,17 @@ class Engine:
         return float(total), count
 
     def state(self) -> list[StateTensor]:
-        """Live views of masters and moments, in a fixed order; weights are the rounded masters."""
-        return self.partition.state()
+        """Live views of masters and moments, in a fixed order; weights are the rounded masters.
+
+        What no optimizer trains, biases that balance experts, comes last, as masters without moments.
+        """
+        state = self.partition.state()
+        for parameter in self._untrained:
+            for piece in pieces_of(parameter):
+                view = parameter.data.view(-1).narrow(0, piece.start, piece.numel)
+                owner = piece.owner and self.mesh.dp.rank == 0
+                state.append(StateTensor(replace(piece, owner=owner), "master", view, 0))
+        return state
 
     def load_done(self, step: int) -> None:
         """After the tensors of `state` were overwritten: step is Adam's count. Collective over dp."""
@@ -296,8 +319,9 @@ class Engine:
             slots[4 + self.mesh.dp.rank] = loss.loss_sum
             slots[4 + dp + self.mesh.dp.rank] = 0.0 if loss.z_sum is None else loss.z_sum
             slots[1], slots[2] = loss.max_logit, loss.max_log_z  # type: ignore[assignment]
+        inner = self._auxiliary_slots()
         mine = (*self._maxima, time.perf_counter() - self._started)
-        slots = torch.cat((slots, slots.new_tensor(mine)))
+        slots = torch.cat((slots, inner, slots.new_tensor(mine)))
         # MAX does not carry NaN reliably, so a flag carries it. -inf is a slot of another rank.
         bad = torch.isnan(slots) | (slots == torch.inf)
         slots[0] = bad.any().double()
@@ -306,13 +330,39 @@ class Engine:
             dist.all_reduce(slots, op=dist.ReduceOp.MAX, group=self.mesh.world.handle)
         values = slots.tolist()
         self._judged = time.perf_counter()
-        self._signals = _signals(values, dp, self._valid_tokens)
+        self._signals = _signals(values, dp, inner.numel() // 2, self._valid_tokens)
         # The judge sees non-finite steps too, to record them; its answer cannot apply them.
         self._applied = self._judge(self._signals) and not self._signals.non_finite
         return norm if self._applied else None
 
+    def _auxiliary_slots(self) -> Tensor:
+        """A slot for each auxiliary loss, stage and data rank: this rank's own are filled."""
+        if self._auxiliary is None:
+            return torch.empty(0, dtype=torch.float64, device=self.mesh.device)
+        own = torch.tensor(self._auxiliary.sums(), dtype=torch.float64, device=self.mesh.device)
+        dp, pp = self.mesh.dp, self.mesh.pp
+        slots = own.new_full((own.numel(), pp.size * dp.size), -torch.inf)
+        slots[:, pp.rank * dp.size + dp.rank] = own / dp.size
+        return slots.view(-1)
 
-def _signals(values: list[float], dp: int, valid_tokens: int) -> Signals:
+
+def _check_version() -> None:
+    if deepspeed.__version__.split("+")[0] != _DEEPSPEED_VERSION:
+        raise ValueError(
+            f"deepspeed {deepspeed.__version__} is installed, but the engine relies on internals of "
+            f"{_DEEPSPEED_VERSION}; pip install deepspeed=={_DEEPSPEED_VERSION}"
+        )
+
+
+def _in_fp32(parameters: Iterator[nn.Parameter]) -> list[nn.Parameter]:
+    """What no optimizer trains, in fp32 whatever the model's precision: its small steps would be lost."""
+    found = list(parameters)
+    for parameter in found:
+        parameter.data = parameter.data.float()
+    return found
+
+
+def _signals(values: list[float], dp: int, inner: int, valid_tokens: int) -> Signals:
     non_finite = values[0] > 0
     loss = sum(values[4 : 4 + dp]) / valid_tokens
     z_loss = sum(values[4 + dp : 4 + 2 * dp]) / valid_tokens
@@ -321,7 +371,11 @@ def _signals(values: list[float], dp: int, valid_tokens: int) -> Signals:
         missing = float("nan")
         loss, norm = (missing if value == -torch.inf else value for value in (loss, norm))
         z_loss = missing if z_loss == -torch.inf else z_loss
-    return Signals(loss, z_loss, norm, max_logit, max_log_z, non_finite, maxima=tuple(values[4 + 2 * dp :]))
+    first = 4 + 2 * dp
+    balance, z = (sum(values[first + i * inner : first + (i + 1) * inner]) for i in (0, 1))
+    auxiliary = (balance, z) if inner else ()
+    maxima = tuple(values[first + 2 * inner :])
+    return Signals(loss, z_loss, norm, max_logit, max_log_z, non_finite, maxima, auxiliary)
 
 
 def _numel(piece: Piece) -> int:

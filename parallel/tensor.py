@@ -133,15 +133,50 @@ class RowLinear(nn.Module):
         return y if self.bias is None else y + self.bias
 
 
-def replicated(name: str, width: int, fill: Fill, parallel: TensorParallel) -> nn.Parameter:
-    """A vector that every tp rank holds whole, used outside the regions.
+def replicated(
+    name: str, shape: int | tuple[int, ...], fill: Fill, parallel: TensorParallel, *, inside: bool = False
+) -> nn.Parameter:
+    """A tensor that every tp rank holds whole.
 
-    Under sequence parallelism each rank sees only its tokens: its gradient is one summand.
+    Used outside the regions, each rank sees the same, but under sequence parallelism only its tokens: then
+    its gradient is one summand. `inside` a region each rank works for its own heads or experts: always one.
     """
-    parameter = nn.Parameter(torch.empty(width))
-    piece = Piece(name, (width,), (0,), (width,), owner=parallel.group.rank == 0, summed=parallel.sequence)
+    shape = (shape,) if isinstance(shape, int) else shape
+    parameter = nn.Parameter(torch.empty(shape))
+    summed = (inside and parallel.group.size > 1) or parallel.sequence
+    piece = Piece(name, shape, (0,) * len(shape), shape, owner=parallel.group.rank == 0, summed=summed)
     tag(parameter, [piece], fill)
     return parameter
+
+
+def by_heads(name: str, heads: Heads, fill: Fill, group: Group) -> nn.Parameter:
+    """A vector of `count` blocks of `width`, split over tp as the rows of a ColumnLinear's output are."""
+    first, blocks = heads.local_blocks(group)
+    copies = heads.replicas(group)
+    rows = blocks * heads.width
+    parameter = nn.Parameter(torch.empty(rows))
+    owner, summed = group.rank % copies == 0, copies > 1
+    piece = Piece(
+        name, (heads.count * heads.width,), (first * heads.width,), (rows,), owner=owner, summed=summed
+    )
+    tag(parameter, [piece], fill)
+    return parameter
+
+
+class InnerLinear(nn.Module):
+    """y = x W^T with the whole W on every rank, inside a region: what each rank then uses is its own."""
+
+    def __init__(
+        self, name: str, d_in: int, d_out: int, *, std: float, parallel: TensorParallel, bias: bool = False
+    ) -> None:
+        super().__init__()
+        weight = Fill(0.0, std)
+        self.weight = replicated(f"{name}.weight", (d_out, d_in), weight, parallel, inside=True)
+        zero = Fill(0.0, 0.0)
+        self.bias = replicated(f"{name}.bias", d_out, zero, parallel, inside=True) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
 
 
 @dataclass(frozen=True)
@@ -172,7 +207,14 @@ class VocabularyMatrix(nn.Module):
     """
 
     def __init__(
-        self, name: str, vocab_size: int, d_model: int, *, std: float, parallel: TensorParallel
+        self,
+        name: str,
+        vocab_size: int,
+        d_model: int,
+        *,
+        std: float,
+        parallel: TensorParallel,
+        bias: bool = False,
     ) -> None:
         super().__init__()
         self.parallel = parallel
@@ -182,6 +224,7 @@ class VocabularyMatrix(nn.Module):
         offset = min(self.shard.start, vocab_size)
         piece = Piece(f"{name}.weight", (vocab_size, d_model), (offset, 0), (rows, d_model))
         tag(self.weight, [piece], Fill(0.0, std))
+        self.bias = VocabularyBias(f"{name}.bias", vocab_size, parallel.group) if bias else None
 
     def embed(self, tokens: Tensor) -> Tensor:
         """tokens (B, S) -> (B, S, D), or (B, S / tp, D) under sequence parallelism."""
@@ -194,4 +237,22 @@ class VocabularyMatrix(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """x (B, S, D) or (B, S / tp, D) -> (B, S, true rows of this rank)."""
-        return F.linear(self.parallel.enter(x), self.weight[: self.shard.true_rows])
+        rows = self.shard.true_rows
+        logits = F.linear(self.parallel.enter(x), self.weight[:rows])
+        return logits if self.bias is None else self.bias(logits)
+
+
+class VocabularyBias(nn.Module):
+    """A number for each token of the vocabulary, split and padded as the rows of its matrix."""
+
+    def __init__(self, name: str, vocab_size: int, group: Group) -> None:
+        super().__init__()
+        shard = VocabularyShard(vocab_size, group)
+        self.rows = shard.true_rows
+        self.weight = nn.Parameter(torch.empty(shard.rows))
+        offset = (min(shard.start, vocab_size),)
+        tag(self.weight, [Piece(name, (vocab_size,), offset, (self.rows,))], Fill(0.0, 0.0))
+
+    def forward(self, logits: Tensor) -> Tensor:
+        """logits (B, S, true rows of this rank) -> the same with the bias added."""
+        return logits + self.weight[: self.rows]

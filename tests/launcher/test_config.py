@@ -209,3 +209,28 @@ def test_more_processes_alone_do_not_stand_in_the_way_of_a_resume() -> None:
     grown = settled(4, train={"micro_batch": 2, "accumulation": 4}).config
     with pytest.raises(ValueError, match=r"train\.global_batch was 8 and is 32"):
         check_resume(plain(old), grown)
+
+
+def test_experts_are_split_whole_and_dense_widths_only_where_there_are_dense_layers() -> None:
+    experts = {"kind": "routed", "n_experts": 6, "d_ff": 7, "shared_d_ff": 9}
+    raw = {"model": {**MODEL, "feedforward": {"d_ff": 63}, "experts": experts}, "parallel": {"tp": 4}}
+    assert list(problems(raw)) == ["model.experts.n_experts", "model.experts.shared_d_ff"]
+    raw["model"]["experts"] = {**experts, "n_experts": 8, "shared_d_ff": 0}
+    assert parse(Config, raw).parallel.tp == 4
+    raw["model"]["experts"] = {**experts, "n_experts": 8, "shared_d_ff": 0, "dense_layers": [0]}
+    assert list(problems(raw)) == ["model.feedforward.d_ff"]
+
+
+def test_a_table_that_all_layers_share_stands_on_one_stage() -> None:
+    raw = {"model": {**MODEL, "position": {"kind": "buckets"}}, "parallel": {"pp": 2}}
+    assert "model.position.shared=false" in problems(raw)["parallel.pp"]
+    raw["model"]["position"] = {"kind": "buckets", "shared": False}
+    assert parse(Config, raw).parallel.pp == 2
+
+
+def test_learned_positions_end_somewhere() -> None:
+    raw = {
+        "model": {**MODEL, "position": {"kind": "learned", "max_positions": 128}},
+        "train": {"sequence_length": 129},
+    }
+    assert list(problems(raw)) == ["train.sequence_length"]

@@ -8,15 +8,18 @@ import torch
 import torch.nn.functional as F
 
 from conf.typed import parse
+from megamodel.auxiliary import Auxiliary
 from megamodel.config import Model
 from megamodel.data.batch import IGNORE, Batch
 from megamodel.dropout import Clock
 from megamodel.loss import Loss
 from megamodel.model import Transformer, layers
+from megamodel.moe import Routed
 from parallel.engine import Engine, Signals
 from parallel.mesh import build_mesh
 from parallel.piece import pieces_of
 from parallel.tensor import TensorParallel, VocabularyShard
+from tests.parallel.variants import VARIANTS
 
 WEIGHT_DECAY = 0.1
 
@@ -46,6 +49,7 @@ class Case:
     clip: float = 0.5
     lr: float = 1e-3
     skip_at: int = 0
+    variant: str = "consensus"  # of tests/parallel/variants.py
 
     @property
     def world(self) -> int:
@@ -64,19 +68,17 @@ class Case:
 def settings(case: Case) -> Model:
     """The model of a case: 4 query heads of width 8, d_model 32."""
     drop = case.dropout
-    return parse(
-        Model,
-        {
-            "vocab_size": case.vocabulary,
-            "d_model": 32,
-            "n_layers": case.n_layers,
-            "attention": {"n_heads": 4, "n_kv_heads": case.kv_heads, "head_width": 8},
-            "feedforward": {"d_ff": 48},
-            "tie_embeddings": case.tied,
-            "z_loss": case.z_loss,
-            "dropout": {"embedding": drop, "attention": drop, "residual": drop},
-        },
-    )
+    usual = {
+        "vocab_size": case.vocabulary,
+        "d_model": 32,
+        "n_layers": case.n_layers,
+        "attention": {"n_heads": 4, "n_kv_heads": case.kv_heads, "head_width": 8},
+        "feedforward": {"d_ff": 48},
+        "tie_embeddings": case.tied,
+        "z_loss": case.z_loss,
+        "dropout": {"embedding": drop, "attention": drop, "residual": drop},
+    }
+    return parse(Model, usual | VARIANTS[case.variant])
 
 
 def global_batch(case: Case, step: int) -> Batch:
@@ -111,7 +113,7 @@ def micro_batches(case: Case, step: int, dp_rank: int) -> list[Batch]:
 
 def groups(module: torch.nn.Module) -> list[dict[str, Any]]:
     """Decay on matrices only."""
-    parameters = list(module.parameters())
+    parameters = [p for p in module.parameters() if p.requires_grad]
     return [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": WEIGHT_DECAY},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
@@ -127,7 +129,7 @@ def build(case: Case) -> Engine:
     """The engine of a case, on the ranks of the default process group."""
     mesh = build_mesh(tp=case.tp, pp=case.pp, device=torch.device("cpu"))
     parallel = TensorParallel(mesh.tp, sequence=case.sequence)
-    model, clock = settings(case), Clock()
+    model, clock, auxiliary = settings(case), Clock(), Auxiliary()
     shard = VocabularyShard(case.vocabulary, mesh.tp)
     return Engine(
         layers(
@@ -137,6 +139,7 @@ def build(case: Case) -> Engine:
             parallel=parallel,
             recompute=case.recompute,
             clock=clock,
+            auxiliary=auxiliary,
         ),
         Loss(z_weight=case.z_loss, start=shard.start, group=mesh.tp),
         mesh=mesh,
@@ -147,6 +150,7 @@ def build(case: Case) -> Engine:
         clip_norm=case.clip,
         stage_layers=case.stage_layers,
         set_step=lambda step: setattr(clock, "step", step),
+        auxiliary=auxiliary if isinstance(model.experts, Routed) else None,
     )
 
 
@@ -191,6 +195,7 @@ def train(case: Case) -> dict[str, Any]:
         "loss": [s.loss for s in signals],
         "z_loss": [s.z_loss for s in signals],
         "norm": [s.norm for s in signals],
+        "auxiliary": [s.auxiliary for s in signals],
         "max_log_z": [s.max_log_z for s in signals],
         "state": logical_state(engine),
         "evaluation": evaluation,
@@ -205,10 +210,11 @@ def one_process(case: Case) -> dict[str, Any]:
     optimizer = adamw(model)
     for group in optimizer.param_groups:
         group["lr"] = case.lr
-    out: dict[str, Any] = {"loss": [], "z_loss": [], "norm": []}
+    out: dict[str, Any] = {"loss": [], "z_loss": [], "norm": [], "auxiliary": []}
     for step in range(1, case.steps + 1):
         batch = global_batch(case, step)
         model.clock.step = step
+        model.auxiliary.begin(sequences=case.global_batch)
         logits = model(batch.tokens, batch.positions, batch.samples)
         count = batch.valid_tokens
         loss = F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), reduction="sum")
@@ -219,11 +225,14 @@ def one_process(case: Case) -> dict[str, Any]:
         out["loss"].append(float(loss.detach() / count))
         out["z_loss"].append(float(z_loss.detach()))
         out["norm"].append(float(norm))
+        if isinstance(model.settings.experts, Routed):
+            out["auxiliary"].append(tuple(model.auxiliary.sums()))
         if step == case.skip_at:
             optimizer.zero_grad()
             continue
         optimizer.step()
         optimizer.zero_grad()
+        model.auxiliary.applied()
     model.eval()
     batch = global_batch(case, 99)
     with torch.no_grad():
@@ -232,13 +241,11 @@ def one_process(case: Case) -> dict[str, Any]:
     out["evaluation"] = (float(loss), batch.valid_tokens)
     out["state"] = {}
     for parameter in model.parameters():
-        moments = optimizer.state[parameter]
+        moments = optimizer.state[parameter] if parameter.requires_grad else {}
         for piece in pieces_of(parameter):
-            for kind, tensor in (
-                ("master", parameter.data),
-                ("exp_avg", moments["exp_avg"]),
-                ("exp_avg_sq", moments["exp_avg_sq"]),
-            ):
+            for kind, tensor in {"master": parameter.data, **moments}.items():
+                if kind == "step":
+                    continue
                 flat = tensor.reshape(-1)[piece.start : piece.start + piece.numel]
                 out["state"][piece.name, kind] = flat.view(piece.extent).numpy().copy()
     return out

@@ -1,0 +1,105 @@
+"""Commands on a model: write, score, out to transformers and back into training."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from launcher.__main__ import main
+from launcher.scoring import document_loss
+from tests.megamodel.test_generate import build
+
+WORDS = "the cat sat on the mat and the dog sat on the log while a bird sang of rain \n"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A trained run of four steps, in whose parent the texts lie."""
+    root = tmp_path_factory.mktemp("models")
+    for number in range(12):
+        (root / f"text-{number}.txt").write_text(f"{number} {WORDS * (number % 4 + 2)}")
+    assert main(["train", *arguments(root), "model=tiny", f"run.dir={root / 'run'}", "train.steps=4"]) == 0
+    return root / "run"
+
+
+def arguments(root: Path) -> list[str]:
+    return [
+        "data=files",
+        f"data.paths=[{root}/text-*.txt]",
+        f"data.cache={root / 'cache'}",
+        "data.held_out_fraction=0.3",
+        "tokenizer.vocab_size=300",
+        "train.sequence_length=32",
+        "train.global_batch=4",
+        "evaluate.batches=1",
+        "sample.max_tokens=0",
+        "hardware.device=cpu",
+    ]
+
+
+def told(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    capsys.readouterr()
+    assert main([*arguments, "format=json"]) == 0
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def test_text_is_the_same_each_time_and_in_a_batch(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    how = ["generate.max_tokens=8", "generate.temperature=0", "hardware.device=cpu"]
+    one = told(["generate", f"source={run}", "generate.prompt=the cat", *how], capsys)
+    both = told(["generate", f"source={run}", "generate.prompts=[the cat, a bird]", *how], capsys)
+    assert one["results"][0] == both["results"][0]
+    assert len(one["results"][0]["tokens"]) <= 8
+    assert main(["generate", f"source={run}", "generate.prompt=the cat", *how]) == 0
+    assert capsys.readouterr().out == f"the cat{one['results'][0]['text']}\n"
+
+
+def test_out_to_transformers_and_back_into_training(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = run.parent
+    score = ["data=files", f"data.paths=[{root}/text-*.txt]", "context=32", "hardware.device=cpu"]
+    before = told(["evaluate", f"source={run}", *score], capsys)
+    assert before["perplexity"] == pytest.approx(math.exp(before["loss"]))
+    assert before["bits_per_byte"] == pytest.approx(
+        before["loss"] * before["tokens"] / before["bytes"] / math.log(2)
+    )
+    assert told(["export-hf", f"source={run}", f"target={root / 'out'}"], capsys)["family"] == "llama"
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(root / "out")
+    assert theirs.config.max_position_embeddings == 32
+    after = told(["evaluate", f"source={root / 'out'}", *score], capsys)
+    assert after["loss"] == pytest.approx(before["loss"], rel=1e-6)
+    found = told(["import-hf", f"source={root / 'out'}", f"target={root / 'back'}"], capsys)
+    go_on = ["train", f"config={found['config']}", f"resume={found['checkpoint']}"]
+    assert (
+        main([*go_on, *arguments(root)[:4], *arguments(root)[5:], f"run.dir={root / 'on'}", "train.steps=2"])
+        == 0
+    )
+    records = [json.loads(line) for line in (root / "on" / "metrics.jsonl").read_text().splitlines()]
+    first = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert records[0]["step"] == 1
+    assert records[0]["loss/train"] < first[0]["loss/train"], "it goes on from the trained weights"
+
+
+@torch.no_grad()
+def test_each_token_of_a_long_document_is_predicted_once_from_what_it_may_see() -> None:
+    model = build("GQA", "rope", "all")
+    ids = torch.randint(97, (23,), generator=torch.Generator().manual_seed(5)).tolist()
+    whole = torch.nn.functional.cross_entropy(
+        model(torch.tensor([ids[:-1]]))[0], torch.tensor(ids[1:]), reduction="none"
+    )
+    assert document_loss(model, ids, context=50, stride=25) == pytest.approx(float(whole.sum()), rel=1e-5)
+    expected = 0.0
+    for target in range(1, 23):  # windows of 8 begin at 0, 4, 8 ..: the first that holds the target
+        start = max(0, -(-(target - 8) // 4) * 4)
+        logits = model(torch.tensor([ids[start:target]]))[0, -1]
+        expected += float(-logits.log_softmax(-1)[ids[target]])
+    assert document_loss(model, ids, context=8, stride=4) == pytest.approx(expected, rel=1e-5)
+
+
+def test_what_is_no_model_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", f"source={tmp_path}"]) == 2
+    assert "holds no checkpoint and no model of transformers" in capsys.readouterr().err
+    assert main(["import-hf", f"source={tmp_path}", f"target={tmp_path / 'x'}"]) == 2
+    assert "config.json does not exist" in capsys.readouterr().err
