@@ -117,7 +117,7 @@ def test_two_interrupts_stop_at_once(place: Path, ranks: Ranks) -> None:
     assert finished.code == 1
     run = place / "runs" / "twice"
     assert status(run)["state"] == "stopped" and not (run / "checkpoints").exists()
-    assert finished.stderr.splitlines()[-1] == "error on rank 0: KeyboardInterrupt: interrupted"
+    assert finished.stderr.splitlines()[-1] == "error: KeyboardInterrupt: interrupted"
 
 
 def test_a_time_limit_saves_and_stops(place: Path, ranks: Ranks) -> None:
