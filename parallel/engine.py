@@ -20,6 +20,7 @@ from parallel.mesh import Group, Mesh
 from parallel.piece import Piece, disown, pieces_of
 from parallel.pipeline import GuardedEngine, LayerLike, StagedModule, quiet
 from parallel.stages import stage_bounds
+from parallel.start import close_at_stop
 from parallel.zero import StateTensor, ZeroPartition
 
 _DEEPSPEED_VERSION = "0.19.8"
@@ -165,6 +166,7 @@ class Engine:
         self._maxima: tuple[float, ...] = ()
         self._started = self._judged = 0.0
         self._valid_tokens = 0
+        close_at_stop(self)
 
     @property
     def adam_step(self) -> int:
@@ -255,6 +257,15 @@ class Engine:
     def load_done(self, step: int) -> None:
         """After the tensors of `state` were overwritten: step is Adam's count. Collective over dp."""
         self.partition.restored(step)
+
+    def close(self) -> None:
+        """Let go of the parameters; the engine cannot be used any more.
+
+        DeepSpeed's hooks on the gradients refer to its optimizer from C++, where Python's collector does
+        not look: without this an engine would never be freed.
+        """
+        with quiet():
+            self._engine.optimizer.destroy()
 
     def _feed(self, batches: Sequence[BatchLike], weight: float) -> Iterator[tuple[Any, Any]]:
         scale = torch.tensor(weight, dtype=torch.float32)

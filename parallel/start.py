@@ -1,14 +1,25 @@
 """Joining the processes of a run into one group."""
 
+import gc
 import logging
 import os
+import weakref
 from datetime import timedelta
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 import torch.distributed as dist
 
 from parallel.mesh import Mesh
+
+
+class Closable(Protocol):
+    """What lives no longer than the process group."""
+
+    def close(self) -> None: ...
+
+
+_living: weakref.WeakSet[Closable] = weakref.WeakSet()
 
 
 def pick_device(wanted: Literal["auto", "cpu", "cuda"], local_rank: int) -> torch.device:
@@ -93,10 +104,20 @@ def wait_for_main(mesh: Mesh, key: str) -> None:
     store.wait([key], timedelta(days=30))
 
 
+def close_at_stop(engine: Closable) -> None:
+    """Have `stop` close it."""
+    _living.add(engine)
+
+
 def stop() -> None:
-    """Leave the default process group, and let DeepSpeed forget it."""
+    """Close what was left open, leave the default process group, and let DeepSpeed forget it."""
     import deepspeed.comm.comm
 
+    for engine in list(_living):
+        engine.close()
+    _living.clear()
+    # A gloo group that something still refers to keeps its threads, which wake a hundred times a second.
+    gc.collect()
     if dist.is_initialized():
         dist.destroy_process_group()
     deepspeed.comm.comm.cdb = None
