@@ -345,6 +345,16 @@ class Manager:
         self._ring.add(engine, cursor, extra)
         self._stall = time.perf_counter() - start + (self._stall or 0.0)
 
+    def restorable(self, rewinds: Iterable[Rewind] = ()) -> list[int]:
+        """Steps of the states that `rewind` could go back to, ascending, the same on all ranks. Collective.
+
+        A save that is being written is waited for.
+        """
+        self.wait()
+        choices = self._reading.choices(lambda: choose.newest(self.files, self.directory, rewinds))
+        saved = {store.step_of(Path(path).name) for path, _ in choices.paths}
+        return sorted({step for step in saved if step is not None} | set(self._ring.steps))
+
     def rewind(
         self,
         engine: Engine,

@@ -77,6 +77,11 @@ class Ring:
         slot = self._held.popleft()[0] if len(self._held) == self._size else Slot()
         self._held.append((slot, collect(engine, cursor, extra, slot)))
 
+    @property
+    def steps(self) -> list[int]:
+        """Of the snapshots that are held, oldest first."""
+        return [snapshot.cursor.step for _, snapshot in self._held]
+
     def at(self, cursor: Cursor) -> Snapshot | None:
         """The snapshot of exactly this cursor, if there is one."""
         return next((s for _, s in self._held if s.cursor == cursor), None)

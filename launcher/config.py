@@ -11,7 +11,8 @@ from conf.schema import Difference, differences
 from conf.typed import InvalidConfiguration, Problem, config, setting
 from launcher.batch import Batches, batches
 from launcher.hardware import Hardware
-from launcher.sections import DEFAULT_STEPS, Evaluate, Run, Sample, Train
+from launcher.monitor import Monitor
+from launcher.sections import DEFAULT_STEPS, Evaluate, Fault, Run, Sample, Train
 from megamodel.config import Model
 from megamodel.data.config import Data
 from megamodel.moe import Routed
@@ -39,8 +40,14 @@ class Config:
     schedule: Schedule = setting(factory=Cosine, on_resume="needs_override", help="the learning rate")
     evaluate: Evaluate = setting(factory=Evaluate, on_resume="free", help="the held-out loss")
     checkpoint: Checkpoint = setting(factory=Checkpoint, on_resume="free", help="what is saved when")
+    monitor: Monitor = setting(factory=Monitor, on_resume="free", help="what is done about loss spikes")
     hardware: Hardware = setting(factory=Hardware, on_resume="free", help="the machine")
     sample: Sample = setting(factory=Sample, on_resume="free", help="the text printed at the end")
+    faults: list[Fault] = setting(
+        factory=list,
+        on_resume="free",
+        help="faults on purpose, for rehearsals: [{kind: lr, step: 40, steps: 8, factor: 30}]",
+    )
     resume: str = setting(
         "auto",
         on_resume="free",
@@ -55,7 +62,7 @@ class Config:
     format: Format = setting("text", on_resume="free", help=FORMAT_HELP)
 
     def __post_init__(self) -> None:
-        problems = [*layout_problems(self), *data_problems(self)]
+        problems = [*layout_problems(self), *data_problems(self), *monitor_problems(self)]
         if problems:
             raise InvalidConfiguration(problems)
 
@@ -144,6 +151,17 @@ def data_problems(tree: Config) -> Iterator[Problem]:
         )
     if not tree.resume:
         yield Problem("resume", "resume must be auto, none or the path of a checkpoint")
+
+
+def monitor_problems(tree: Config) -> Iterator[Problem]:
+    """A monitor that could not do what it is there for, and faults that could not fire."""
+    saves = tree.checkpoint
+    if tree.monitor.action == "rewind" and not saves.snapshot_every and not saves.every:
+        yield Problem(
+            "monitor.action",
+            "monitor=rewind needs states to go back to: set checkpoint.snapshot_every (copies in memory) or "
+            "checkpoint.every, or use monitor=skip",
+        )
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from launcher.track import Limits, Reading, Rise, Track, drift_size, follow, is_
 
 EPISODE = 50  # attempts without WARN that end an episode
 REPEAT = 40  # attempts between two WARN of one episode
+MOST_SKIPPED = 50  # attempts in a row without an update, after which a run gives up
 NEWS = 2000  # attempts for which the same level is not reported again
 RECENT = 16  # attempts in which non-finite ones count together
 FIRST = 32  # values that say where a run started
@@ -61,6 +62,11 @@ class Monitor:
     fingerprint_every: int = setting(
         0, on_resume="free", help="steps between fingerprints of the gradients; 0 = only in a diagnosis"
     )
+    diagnose_attempts: int = setting(
+        200,
+        on_resume="free",
+        help="the most attempts computed twice again to find the cause of a rewind; 0 = no diagnosis",
+    )
     rise: float = setting(0.3, on_resume="free", help="a lasting jump of the loss of about this much rewinds")
     drift: float = setting(
         0.4, on_resume="free", help="a slow rise above the lowest level: half warns, all of it rewinds"
@@ -79,7 +85,13 @@ class Monitor:
     )
 
     def __post_init__(self) -> None:
-        for name in ("budget_rewinds", "margin_steps", "cooldown_steps", "lr_steps", "fingerprint_every"):
+        counts = ("budget_rewinds", "margin_steps", "lr_steps", "fingerprint_every", "diagnose_attempts")
+        if not 0 <= self.cooldown_steps < MOST_SKIPPED:
+            raise ValueError(
+                f"monitor.cooldown_steps ({self.cooldown_steps}) must be 0 to {MOST_SKIPPED - 1}: a run "
+                f"gives up after {MOST_SKIPPED} attempts in a row without an update"
+            )
+        for name in counts:
             if getattr(self, name) < 0:
                 raise ValueError(f"monitor.{name} ({getattr(self, name)}) must be 0 or more")
         for name in ("rise", "drift", "outlier", "alarm"):

@@ -1,6 +1,5 @@
 """Going back in the process: the state of an earlier step, samples that are never fed, a new segment."""
 
-import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Any
 
 from checkpoints.choose import Rewind
 from checkpoints.manager import Manager, Rewound
+from launcher.events import records
 from launcher.metrics import MetricsWriter
 from launcher.rundirectory import RunDirectory
 from megamodel.data.batch import Cursor
@@ -67,30 +67,35 @@ def united(ranges: Iterable[Range]) -> tuple[Range, ...]:
 
 @dataclass(frozen=True)
 class Recorded:
-    """A rewind as events.jsonl tells of it."""
+    """A rewind as events.jsonl tells of it. budget: what it left of recovery.Budget, as plain JSON."""
 
     attempt: int
     snapshot_step: int
     skipped: tuple[int, ...]  # start and stop, or nothing
+    budget: dict[str, Any] | None = None
 
 
 def recorded(events: Path) -> list[Recorded]:
     """The rewinds that were decided in a run, in order; an unfinished last line does not count."""
-    found = []
-    if not events.exists():
-        return found
-    for line in events.read_bytes().splitlines(keepends=True):
-        try:
-            record = json.loads(line) if line.endswith(b"\n") else {}
-        except ValueError:
-            continue
-        if isinstance(record, dict) and record.get("event") == "rewind":
-            skipped = tuple(int(n) for n in record.get("skipped") or ())
-            found.append(Recorded(int(record["attempt"]), int(record["snapshot_step"]), skipped))
-    return found
+    return [
+        Recorded(
+            int(record["attempt"]),
+            int(record["snapshot_step"]),
+            tuple(int(n) for n in record.get("skipped") or ()),
+            record.get("budget"),
+        )
+        for record in records(events)
+        if record.get("event") == "rewind"
+    ]
 
 
-def applied_again(cursor: Cursor, records: Iterable[Recorded]) -> Cursor:
-    """The cursor of a checkpoint after the rewinds that were decided later than it was written."""
-    later = [(r.skipped[0], r.skipped[1]) for r in records if r.attempt > cursor.attempt and r.skipped]
-    return replace(cursor, skipped=united([*cursor.skipped, *later])) if later else cursor
+def applied_again(cursor: Cursor, records: Iterable[Recorded]) -> tuple[Cursor, dict[str, Any] | None]:
+    """After the rewinds that were decided later than a checkpoint was written: the cursor, and the budget.
+
+    The budget is None where the checkpoint's own holds.
+    """
+    later = [record for record in records if record.attempt > cursor.attempt]
+    ranges = [(r.skipped[0], r.skipped[1]) for r in later if r.skipped]
+    if ranges:
+        cursor = replace(cursor, skipped=united([*cursor.skipped, *ranges]))
+    return cursor, next((r.budget for r in reversed(later) if r.budget), None)

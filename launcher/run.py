@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import torch
 
@@ -20,11 +21,15 @@ from checkpoints.snapshots import state_bytes
 from conf.schema import Difference, plain
 from launcher.cluster import Placement, placement
 from launcher.config import Config, Plan, allowed, check_resume, check_same, plan
+from launcher.events import FILE, Events, records
 from launcher.failure import DONE, FailureWatch
+from launcher.faults import Faults, poisoned
+from launcher.guard import Guard
 from launcher.hardware import peak_flops
 from launcher.log import logging_to
 from launcher.metrics import MetricsWriter
 from launcher.preparing import progress
+from launcher.responding import Responder
 from launcher.rewind import Recorded, Rewinder, applied_again, recorded
 from launcher.rundirectory import RunDirectory, versions
 from launcher.telling import beginning, dry_run_text, ended, ending, overridden
@@ -133,17 +138,24 @@ def _train(settled: Plan, mesh: Mesh, directory: RunDirectory, deadline: float |
     engine = build_engine(settled, mesh)
     about = About(plain(config), _library_versions(), prepared.tokenizer.hash)
     checkpoints = Manager(directory.path, config.checkpoint, mesh, about, say=log.info)
-    events = [Recorded(*values) for values in exchange.share(_events(directory))]
-    past = [Rewind(event.attempt, event.snapshot_step) for event in events]
+    past_events = exchange.share(_past(directory))
+    rewound = [Recorded(*values) for values in past_events["rewinds"]]
+    past = [Rewind(event.attempt, event.snapshot_step) for event in rewound]
     acceptor = _Acceptor(settled, prepared)
     restored = checkpoints.restore(engine, config.resume, rewinds=past, accept=acceptor)
-    cursor = applied_again(restored.cursor, events) if restored else Cursor()
+    cursor, budget = applied_again(restored.cursor if restored else Cursor(), rewound)
     directory.begin(
         config, rank=mesh.world.rank, step=cursor.step, extra={"device": device_name(mesh.device)}
     )
     metrics = _metrics(settled, directory, restored, cursor, rank=mesh.world.rank)
     cursor = dataclasses.replace(cursor, attempt=exchange.share(metrics.attempt))
     extra = {"data": prepared.digest, "segment": metrics.segment}
+    guard = Guard(config.monitor, saved=checkpoints.restorable(past))
+    guard.restore(restored.extra if restored else {}, budget)
+    faults = Faults(config.faults, config.model.vocab_size, config.train.seed, past_events["faults"])
+    rewinder = Rewinder(engine, checkpoints, metrics, directory, extra, past)
+    events = Events(directory, rank=mesh.world.rank)
+    tokenizer = prepared.tokenizer if prepared.tokenizer_path else None
     run = Run(
         plan=settled,
         engine=engine,
@@ -153,7 +165,10 @@ def _train(settled: Plan, mesh: Mesh, directory: RunDirectory, deadline: float |
         metrics=metrics,
         checkpoints=checkpoints,
         directory=directory,
-        rewinder=Rewinder(engine, checkpoints, metrics, directory, extra, past),
+        rewinder=rewinder,
+        guard=guard,
+        responder=Responder(settled, guard, events, rewinder, loader, exchange, faults, tokenizer),
+        faults=faults,
         extra=extra,
         flops_per_token=flops_per_token(config.model, config.train.sequence_length).training,
         peak_flops=_peak(settled, mesh),
@@ -168,6 +183,7 @@ def _train(settled: Plan, mesh: Mesh, directory: RunDirectory, deadline: float |
         outcome = loop(run, cursor)
     finally:
         metrics.close()
+        events.close()
         run.feed.close()
     if mesh.is_main:
         state = "stopped" if outcome.stopped_by else "finished"
@@ -188,8 +204,13 @@ def _tell(
     print(json.dumps(facts) if settled.config.format == "json" else ending(facts))
 
 
-def _events(directory: RunDirectory) -> list[tuple]:
-    return [dataclasses.astuple(record) for record in recorded(directory.path / "events.jsonl")]
+def _past(directory: RunDirectory) -> dict[str, list[Any]]:
+    """What earlier processes of the run have recorded: rewinds and faults."""
+    file = directory.path / FILE
+    return {
+        "rewinds": [dataclasses.astuple(rewind) for rewind in recorded(file)],
+        "faults": [event["fault"] for event in records(file) if event.get("event") == "fault"],
+    }
 
 
 def _metrics(
@@ -268,6 +289,7 @@ def _data(settled: Plan, prepared: Prepared) -> tuple[Loader, HeldOut]:
         isolate_documents=isolated,
         mixture=config.data.weights(),
         vocab_size=config.model.vocab_size,
+        poisoned=poisoned(config.faults),
     )
     held_out = HeldOut(
         prepared.held_out,

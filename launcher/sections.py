@@ -1,7 +1,7 @@
-"""The sections of the configuration that say how a run proceeds: run, train, evaluate, sample."""
+"""The sections of the configuration that say how a run proceeds: run, train, evaluate, sample, faults."""
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 from conf.typed import config, setting
 
@@ -160,3 +160,49 @@ class Sample:
             )
         if self.top_k is not None and self.top_k < 1:
             raise ValueError(f"sample.top_k ({self.top_k}) must be at least 1, or null")
+
+
+@config
+class Fault:
+    """One fault. poison: random ids in place of samples; nan_gradient: one NaN in a rank's gradient; lr: the
+    learning rate times `factor`; bit_flip: the highest exponent bit of one weight of a rank; tokens: random
+    ids in place of what a data-parallel rank was given."""
+
+    kind: Literal["poison", "nan_gradient", "lr", "bit_flip", "tokens"] = setting(
+        on_resume="free", help="poison, nan_gradient, lr, bit_flip or tokens"
+    )
+    step: int | None = setting(None, on_resume="free", help="update, counted from 1, at which it fires")
+    samples: list[int] | None = setting(None, on_resume="free", help="poison: [first, stop) sample numbers")
+    rank: int = setting(
+        0, on_resume="free", help="nan_gradient, bit_flip: global rank; tokens: data-parallel rank"
+    )
+    steps: int = setting(1, on_resume="free", help="lr, tokens: attempts that it lasts")
+    factor: float = setting(30.0, on_resume="free", help="lr: of the learning rate")
+
+    def __post_init__(self) -> None:
+        if self.kind == "poison":
+            given = self.samples or []
+            if self.step is not None or len(given) != 2 or not 0 <= given[0] < given[1]:
+                raise ValueError(
+                    f"faults: {{kind: poison, step: {self.step}, samples: {self.samples}}} needs samples: "
+                    "[first, stop) with 0 <= first < stop, and no step"
+                )
+            return
+        least = min(self.step or 0, self.steps, self.rank + 1)
+        if self.samples is not None or least < 1:
+            raise ValueError(
+                f"faults: {{kind: {self.kind}, step: {self.step}, samples: {self.samples}, rank: "
+                f"{self.rank}, steps: {self.steps}}} needs step and steps of 1 or more, rank 0 or more, "
+                "no samples"
+            )
+
+    def as_json(self) -> dict[str, Any]:
+        """What its event holds, and what an event is recognised by."""
+        own = {"kind": self.kind, "rank": self.rank}
+        if self.kind == "poison":
+            return {"kind": self.kind, "samples": list(self.samples or [])}
+        if self.kind == "lr":
+            return {"kind": self.kind, "step": self.step, "steps": self.steps, "factor": self.factor}
+        if self.kind == "tokens":
+            return own | {"step": self.step, "steps": self.steps}
+        return own | {"step": self.step}

@@ -1,16 +1,22 @@
 """The loop: cursor to batches to one attempt at an update to its record, until the last step."""
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torch import Tensor
+
 from checkpoints.keeping import HELD_OUT_LOSS
 from checkpoints.manager import Costs, Manager
 from launcher.config import Plan
+from launcher.diagnosis import Fingerprint
 from launcher.evaluate import HeldOutLoss, evaluate
+from launcher.faults import Faults
 from launcher.garbage import GarbageCollection
+from launcher.guard import KEY, Guard
 from launcher.metrics import MetricsWriter, encoded
+from launcher.monitor import MOST_SKIPPED, Kind
+from launcher.responding import Responder
 from launcher.rewind import Rewinder
 from launcher.rundirectory import RunDirectory
 from launcher.stopping import reason, stop_signals
@@ -23,10 +29,6 @@ from megamodel.data.prefetch import Prefetcher
 from megamodel.moe import Routed
 from parallel.engine import Engine, Signals, StepResult
 
-log = logging.getLogger(__name__)
-
-OK, SKIP = 0, 2  # verdicts as they stand in the metrics
-MOST_SKIPPED = 50  # attempts in a row without an update, after which a run gives up
 NOTHING = -1.0  # travels for a cost that there was not
 
 
@@ -43,6 +45,9 @@ class Run:
     checkpoints: Manager
     directory: RunDirectory
     rewinder: Rewinder
+    guard: Guard
+    responder: Responder
+    faults: Faults
     extra: dict[str, Any]  # goes into every checkpoint beside the cursor
     flops_per_token: float
     peak_flops: float | None  # of all devices together; None: no MFU
@@ -64,25 +69,23 @@ def train(run: Run, cursor: Cursor) -> Outcome:
     plan, settings = run.plan, run.plan.config
     loss: HeldOutLoss | None = None
     saved, skipped_in_a_row = cursor.step, 0
+    if settings.checkpoint.snapshot_every and cursor.step < plan.steps:
+        run.checkpoints.snapshot(run.engine, cursor, _extra(run))  # so that there is always one to go back to
     with stop_signals(run.deadline) as stop, GarbageCollection(settings.run.garbage_collect_every) as garbage:
         while cursor.step < plan.steps:
             stage = plan.batches.at(cursor.step)
             fed = run.feed.at(cursor, micro_batch=plan.batches.micro_batch, accumulation=stage.accumulation)
-            lr = plan.learning_rate.at(cursor.step)
-            result = run.engine.train_step(
-                fed.batches,
-                lr=lr,
-                tried=cursor.step + 1,
-                maxima=(stop.asked(), run.peak_bytes(), *_costs(run.checkpoints.take(), run.metrics)),
-            )
-            record = _record(run, cursor, fed, result, lr=lr)
-            cursor = advance(cursor, fed, result)
+            before, (result, lr) = cursor, _attempt(run, cursor, fed, asked=stop.asked())
+            kind, recovery = run.responder.decide(before)
+            record = _record(run, before, fed, result, lr=lr, kind=kind)
+            cursor = advance(before, fed, result)
             run.directory.step = cursor.step
             taken = result.applied and _due(settings.evaluate.every, cursor.step, plan.steps)
             if taken:
                 loss = _evaluate(run, record)
             run.metrics.write(record, applied=result.applied)
-            skipped_in_a_row = 0 if result.applied else _skipped(run, cursor, fed, result, skipped_in_a_row)
+            cursor = run.responder.respond(before, cursor, fed, result, recovery)
+            skipped_in_a_row = 0 if result.applied else _skipped(result, skipped_in_a_row)
             asked = int(result.signals.maxima[0]) if result.signals else 0
             if _keep(run, cursor, result, asked=asked, loss=loss if taken else None):
                 saved = cursor.step
@@ -92,9 +95,37 @@ def train(run: Run, cursor: Cursor) -> Outcome:
             run.checkpoints.check()
             garbage.step(cursor.attempt)
     if saved != cursor.step:
-        run.checkpoints.save(run.engine, cursor, run.extra)
+        _save(run, cursor, {})
     _finish(run)
     return Outcome(cursor, None, loss)
+
+
+def _attempt(run: Run, cursor: Cursor, fed: LoadedStep, *, asked: int) -> tuple[StepResult, float]:
+    """One attempt, judged by the monitor, and the learning rate it was made with."""
+    guard, faults = run.guard, run.faults
+    guard.expect(cursor)
+    guard.fed(cursor, fed.samples, fed.next_sample)
+    run.responder.fire(cursor, fed)
+    lr = run.plan.learning_rate.at(cursor.step) * guard.lr_factor(cursor.step) * faults.lr_factor(cursor)
+    every = guard.settings.fingerprint_every
+    wanted = every > 0 and (cursor.step + 1) % every == 0
+    taken: list[Fingerprint] = []
+
+    def on_gradients(found: list[tuple[str, Tensor, Tensor]]) -> None:
+        faults.gradients(cursor, found, rank=run.engine.mesh.world.rank)
+        if wanted:
+            taken.append(Fingerprint.of(found))
+
+    result = run.engine.train_step(
+        faults.batches(cursor, fed.batches, data_rank=run.engine.mesh.dp.rank),
+        lr=lr,
+        tried=cursor.step + 1,
+        judge=guard.judge,
+        maxima=(asked, run.peak_bytes(), *_costs(run.checkpoints.take(), run.metrics)),
+        on_gradients=on_gradients if wanted or faults.faults else None,
+    )
+    run.responder.note(cursor, result, lr=lr, taken=taken[0] if taken else None)
+    return result, lr
 
 
 def _keep(run: Run, cursor: Cursor, result: StepResult, *, asked: int, loss: HeldOutLoss | None) -> bool:
@@ -102,12 +133,22 @@ def _keep(run: Run, cursor: Cursor, result: StepResult, *, asked: int, loss: Hel
     settings = run.plan.config.checkpoint
     every = settings.snapshot_every
     if result.applied and every and cursor.step % every == 0:
-        run.checkpoints.snapshot(run.engine, cursor, run.extra)
+        run.checkpoints.snapshot(run.engine, cursor, _extra(run))
     if not asked and not (result.applied and _due(settings.every, cursor.step, run.plan.steps)):
         return False
-    extra = {**run.extra, HELD_OUT_LOSS: encoded(loss.mean)} if loss else run.extra
-    run.checkpoints.save(run.engine, cursor, extra)
+    _save(run, cursor, {HELD_OUT_LOSS: encoded(loss.mean)} if loss else {})
     return True
+
+
+def _extra(run: Run) -> dict[str, Any]:
+    """What goes into a checkpoint beside the cursor."""
+    return {**run.extra, KEY: run.guard.as_json()}
+
+
+def _save(run: Run, cursor: Cursor, more: dict[str, Any]) -> None:
+    guard = run.guard
+    run.checkpoints.save(run.engine, cursor, _extra(run) | more, protect=guard.protected)
+    guard.saved = sorted({*guard.saved, cursor.step})
 
 
 def _finish(run: Run) -> None:
@@ -137,10 +178,14 @@ def _due(every: int, step: int, last: int) -> bool:
     return step == last or (every > 0 and step % every == 0)
 
 
-def _record(run: Run, cursor: Cursor, fed: LoadedStep, result: StepResult, *, lr: float) -> dict[str, Any]:
+def _record(
+    run: Run, cursor: Cursor, fed: LoadedStep, result: StepResult, *, lr: float, kind: Kind
+) -> dict[str, Any]:
     """The metrics of one attempt; what is not known is left out."""
     record: dict[str, Any] = {"step": cursor.step + 1, "attempt": cursor.attempt + 1}
-    record["monitor/verdict"] = OK if result.applied else SKIP
+    record["monitor/verdict"] = int(kind if result.applied else max(kind, Kind.SKIP))
+    record["monitor/rewinds"] = run.guard.budget.used
+    record["monitor/skipped_samples"] = sum(stop - start for start, stop in cursor.skipped)
     record["lr"] = lr
     record["tokens/total"] = cursor.tokens + (result.valid_tokens if result.applied else 0)
     record["time/step_seconds"] = result.seconds
@@ -195,19 +240,12 @@ def _evaluate(run: Run, record: dict[str, Any]) -> HeldOutLoss | None:
     return loss
 
 
-def _skipped(run: Run, cursor: Cursor, fed: LoadedStep, result: StepResult, before: int) -> int:
-    """Report an attempt without an update; RuntimeError when there were too many in a row."""
+def _skipped(result: StepResult, before: int) -> int:
+    """Attempts in a row without an update; RuntimeError when there were too many."""
+    if before + 1 < MOST_SKIPPED:
+        return before + 1
     if result.signals is None:
         why = "no target of the batch is valid"
     else:
-        why = f"loss {result.signals.loss:.4g} and norm {result.signals.norm:.4g} are not finite"
-    first = fed.samples[0]
-    sources = run.loader.locate(first)
-    where = f"{sources[0].path}, record {sources[0].record}" if sources else "nowhere"
-    log.warning(
-        f"attempt {cursor.attempt} applied no update: {why}; samples {first} to {fed.samples[-1]}, "
-        f"from {where}"
-    )
-    if before + 1 >= MOST_SKIPPED:
-        raise RuntimeError(f"{before + 1} attempts in a row applied no update, the last because {why}")
-    return before + 1
+        why = f"loss {result.signals.loss:.4g} and norm {result.signals.norm:.4g} were refused"
+    raise RuntimeError(f"{before + 1} attempts in a row applied no update, the last because {why}")

@@ -34,6 +34,7 @@ class LossLike(Protocol):
     z_sum: Tensor | None
     max_logit: Tensor | None
     max_log_z: Tensor | None
+    per_sample: list[Tensor]
 
     def reset(self) -> None: ...
     def __call__(self, logits: Tensor, labels: tuple[Tensor, Tensor]) -> Tensor: ...
@@ -96,6 +97,7 @@ class StepResult:
 
 
 Judge = Callable[[Signals], bool]
+Gradients = Callable[[list[tuple[str, Tensor, Tensor]]], None]
 
 
 def accept(signals: Signals) -> bool:
@@ -159,10 +161,11 @@ class Engine:
             )
         self.partition = ZeroPartition(self._engine.optimizer, mesh, clip_norm=clip_norm)
         self._untrained = _in_fp32(p for p in self.module.parameters() if not p.requires_grad)
-        self._engine.attach(self._sum_over_tp, self._decide, self.partition)
+        self._engine.attach(self._before_reduction, self._decide, self.partition)
         self._judge: Judge = accept
         self._applied = False
         self._signals: Signals | None = None
+        self._on_gradients: Gradients | None = None
         self._maxima: tuple[float, ...] = ()
         self._started = self._judged = 0.0
         self._valid_tokens = 0
@@ -186,12 +189,15 @@ class Engine:
         tried: int,
         judge: Judge = accept,
         maxima: Sequence[float] = (),
+        on_gradients: Gradients | None = None,
     ) -> StepResult:
         """One attempt at an update, on the micro-batches of this data rank. Collective.
 
         lr is applied as it is; tried keys dropout. The judge sees the signals before the update and says
         whether to apply it; a non-finite step is never applied. maxima: numbers of this rank, as many on
-        each, that travel with the signals and come back as the largest of all ranks.
+        each, that travel with the signals and come back as the largest of all ranks. on_gradients: called
+        on each rank between backward and reduction with (name, weight, gradient) of each of its parameters,
+        live: what the rank itself has computed.
         """
         self._started = time.perf_counter()
         valid = self._count_valid(batches)
@@ -202,6 +208,7 @@ class Engine:
             size = self._engine.micro_batch_size * len(batches) * self.mesh.dp.size
             self._engine.set_train_batch_size(size)
         self._judge, self._valid_tokens, self._signals = judge, valid, None
+        self._on_gradients = on_gradients
         self._set_step(tried)
         self.loss.reset()
         if self._auxiliary is not None:
@@ -279,6 +286,22 @@ class Engine:
         total = torch.tensor(count, dtype=torch.int64, device=self.mesh.device)
         dist.all_reduce(total, group=self.mesh.dp.handle)
         return int(total)
+
+    def sample_losses(self) -> Tensor:
+        """(B, 2) on the CPU: sum and count of the cross-entropy of each sequence of the last attempt.
+
+        In the order of this data rank's micro-batches; empty on ranks that have not computed it. Not
+        collective.
+        """
+        rows = self.loss.per_sample if self.mesh.tp.rank == 0 else []
+        return torch.cat(rows).cpu() if rows else torch.empty(0, 2)
+
+    @torch.no_grad()
+    def _before_reduction(self) -> None:
+        if self._on_gradients is not None:
+            found = [(p, self.partition.accumulated(p)) for p in self.partition.parameters]
+            self._on_gradients([(_name(p), p, gradient) for p, gradient in found if gradient is not None])
+        self._sum_over_tp()
 
     @torch.no_grad()
     def _sum_over_tp(self) -> None:
@@ -387,6 +410,11 @@ def _signals(values: list[float], dp: int, inner: int, valid_tokens: int) -> Sig
     auxiliary = (balance, z) if inner else ()
     maxima = tuple(values[first + 2 * inner :])
     return Signals(loss, z_loss, norm, max_logit, max_log_z, non_finite, maxima, auxiliary)
+
+
+def _name(parameter: Tensor) -> str:
+    """The logical names that a parameter holds pieces of."""
+    return "+".join(dict.fromkeys(piece.name for piece in pieces_of(parameter)))
 
 
 def _numel(piece: Piece) -> int:

@@ -10,6 +10,7 @@ import numpy as np
 
 from megamodel.data.batch import Batch, Cursor
 from megamodel.data.order import Mixture, permute
+from megamodel.data.poison import poison
 from megamodel.data.tokens import Corpus, Source
 from megamodel.data.windows import Windows, batch
 
@@ -39,12 +40,17 @@ class Loader:
         isolate_documents: bool,
         mixture: Mapping[str, float] | None = None,
         vocab_size: int,
+        poisoned: Sequence[tuple[int, int]] = (),
     ) -> None:
-        """corpora: Prepared.train; mixture: a weight for each (None: equal); vocab_size: the model's."""
+        """corpora: Prepared.train; mixture: a weight for each (None: equal); vocab_size: the model's.
+
+        poisoned: [start, stop) ranges of samples that are random ids instead, for rehearsals.
+        """
         weights = dict.fromkeys(corpora, 1.0) if mixture is None else dict(mixture)
         if set(weights) != set(corpora):
             raise ValueError(f"the mixture names {sorted(weights)}, the data have {sorted(corpora)}")
-        self._seed = seed
+        self._seed, self._vocab_size = seed, vocab_size
+        self._poisoned = list(poisoned)
         self._mixture = Mixture(weights)
         self._windows = [
             Windows(
@@ -119,6 +125,15 @@ class Loader:
         for number, rows in found:
             for array, part in zip(arrays, rows, strict=True):
                 array[sources == number] = part
+        if self._poisoned:
+            poison(
+                samples,
+                arrays[0],
+                arrays[1],
+                ranges=self._poisoned,
+                seed=self._seed,
+                vocab_size=self._vocab_size,
+            )
         return arrays
 
 

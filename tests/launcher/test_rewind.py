@@ -126,13 +126,14 @@ def test_rewinds_are_read_and_applied_again(tmp_path: Path) -> None:
     records = [
         {"event": "warn", "attempt": 3},
         {"event": "rewind", "attempt": 9, "snapshot_step": 6, "skipped": [24, 32]},
-        {"event": "rewind", "attempt": 20, "snapshot_step": 10, "skipped": [60, 68]},
+        {"event": "rewind", "attempt": 20, "snapshot_step": 10, "skipped": [60, 68], "budget": {"used": 2}},
     ]
     text = "".join(json.dumps(record) + "\n" for record in records)
     file.write_text(text + '{"event": "rewind", "attempt": 30, "snapshot_step": 1, "skip')
     found = recorded(file)
-    assert found == [Recorded(9, 6, (24, 32)), Recorded(20, 10, (60, 68))]
+    assert found == [Recorded(9, 6, (24, 32)), Recorded(20, 10, (60, 68), {"used": 2})]
     cursor = Cursor(attempt=12, step=8, sample=40, skipped=((24, 32),))
-    assert applied_again(cursor, found).skipped == ((24, 32), (60, 68))
+    again, budget = applied_again(cursor, found)
+    assert again.skipped == ((24, 32), (60, 68)) and budget == {"used": 2}
     late = dataclasses.replace(cursor, attempt=20)
-    assert applied_again(late, found) == late
+    assert applied_again(late, found) == (late, None)

@@ -17,5 +17,5 @@ def test_engines_leave_no_threads(ranks: Ranks) -> None:
     for _ in range(3):
         ranks.run(case.world, train, case)
         counts.append(ranks.run(case.world, _gloo_threads))
-    # A leaked engine keeps the threads of its groups, eight at this layout; the last one's may still be there.
+    # A leaked engine keeps the threads of its eight groups; those of the last one may still be there.
     assert max(counts[2]) < max(counts[0]) + 8

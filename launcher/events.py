@@ -1,0 +1,78 @@
+"""events.jsonl: what the monitor does and why, on disk before it is done; the same as TensorBoard text."""
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torch.utils.tensorboard.writer import SummaryWriter
+
+from launcher.metrics import encoded
+from launcher.rundirectory import RunDirectory, naming
+from megamodel.data.batch import Cursor
+
+FILE = "events.jsonl"
+
+
+def records(file: Path) -> Iterator[dict[str, Any]]:
+    """The events of a run in order; an unfinished last line does not count."""
+    if not file.exists():
+        return
+    for line in file.read_bytes().splitlines(keepends=True):
+        try:
+            record = json.loads(line) if line.endswith(b"\n") else None
+        except ValueError:
+            continue
+        if isinstance(record, dict):
+            yield record
+
+
+class Events:
+    """Made on every rank; the main rank (0) writes, the others do nothing."""
+
+    def __init__(self, directory: RunDirectory, *, rank: int) -> None:
+        self._path = directory.path / FILE
+        self._main = rank == 0
+        self._board_at = str(directory.tensorboard / "events")
+        self._board: SummaryWriter | None = None
+
+    def write(self, event: str, cursor: Cursor, *, attempt: int, **facts: Any) -> None:
+        """One event of the attempt, on disk when this returns. cursor: as it was before the attempt."""
+        if not self._main:
+            return
+        known = {name: value for name, value in facts.items() if value is not None}
+        record = {"time": time.time(), "attempt": attempt, "step": cursor.step + 1, "event": event, **known}
+        line = json.dumps(encoded(record), allow_nan=False).encode() + b"\n"
+        with naming(self._path):
+            new = not self._path.exists()
+            file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            try:
+                os.write(file, line)
+                os.fsync(file)
+            finally:
+                os.close(file)
+            if new:
+                _sync_directory(self._path.parent)
+        self._show(record)
+
+    def _show(self, record: dict[str, Any]) -> None:
+        if self._board is None:
+            self._board = SummaryWriter(self._board_at, flush_secs=10)
+        text = json.dumps(encoded(record), indent=1, ensure_ascii=False)
+        self._board.add_text(str(record["event"]), f"```json\n{text}\n```", record["attempt"])
+        self._board.flush()
+
+    def close(self) -> None:
+        if self._board is not None:
+            self._board.close()
+            self._board = None
+
+
+def _sync_directory(path: Path) -> None:
+    directory = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
