@@ -132,7 +132,7 @@ def build_engine(model: Model, rows: int, precision: Any) -> tuple[Step, int]:
     clock = Clock()
     engine = Engine(
         layers(model, seed=0, documents=False, parallel=TensorParallel(), clock=clock),
-        Loss(z_weight=model.z_loss),
+        Loss(z_weight=model.z_loss, consume=True),
         mesh=build_mesh(tp=1, pp=1, device=torch.device("cpu")),
         make_optimizer=lambda module: adamw(module, OPTIM),
         precision=precision,

@@ -19,6 +19,7 @@ from parallel.engine import Engine, Signals
 from parallel.exchange import Exchange
 
 CLOSE = 1e-3  # relative difference of loss or norm that kernels on a GPU make by themselves
+WEIGHT = "weight"
 PERMANENT = "a fault that is always there would look the same"
 
 
@@ -39,7 +40,7 @@ class Fingerprint:
         """What differs, weights first: one that was changed shows in all gradients."""
         return [
             f"{what} of {name}"
-            for what, row, its in zip(("weight", "gradient"), self.sums, other.sums, strict=True)
+            for what, row, its in zip((WEIGHT, "gradient"), self.sums, other.sums, strict=True)
             for name, equal in zip(self.names, (row == its).tolist(), strict=True)
             if not equal
         ]
@@ -113,13 +114,15 @@ def diagnose(
 
 def _hardware(what: str, attempt: Attempt, again: list[_Again], names: list[list[str]]) -> dict[str, Any]:
     ranks = [rank for rank, apart in enumerate(names) if apart]
-    shorter = min(ranks, key=lambda rank: len(names[rank]), default=None)
+    # A weight that was changed is the cause of the gradients, on its own rank and on others.
+    weights = [rank for rank in ranks if names[rank][0].startswith(WEIGHT)]
+    first = min(weights or ranks, key=lambda rank: len(names[rank]), default=None)
     found: dict[str, Any] = {}
-    if shorter is None:
+    if first is None:
         where = "which rank is not known: monitor.fingerprint_every=1 would name it"
     else:
-        found = {"rank": shorter, "ranks": ranks, "parameter": names[shorter][0]}
-        where = f"first in the {names[shorter][0]} on rank {shorter}"
+        found = {"rank": first, "ranks": ranks, "parameter": names[first][0]}
+        where = f"first in the {names[first][0]} on rank {first}"
         where += f" (of ranks {ranks})" if len(ranks) > 1 else ""
     return {
         "reason": f"hardware: {what}, from attempt {attempt.number} on; {where}",

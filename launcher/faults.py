@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from launcher.sections import Fault
-from megamodel.data.batch import Batch, Cursor
+from megamodel.data.batch import IGNORE, Batch, Cursor
 from megamodel.data.poison import random_tokens
 from parallel.engine import Engine
 
+SPOILT = float("nan")  # what stands in the gradient
 HIGHEST_EXPONENT_BIT = 30  # of an fp32 number: 0.01 becomes 3e36
 
 
@@ -70,21 +71,27 @@ class Faults:
 
     def _scrambled(self, batch: Batch) -> Batch:
         length = batch.tokens.shape[1]
-        rows = [random_tokens(self.seed + 1, int(s), length, self.vocab_size)[:-1] for s in batch.samples]
-        return replace(batch, tokens=torch.stack([torch.from_numpy(row) for row in rows]))
+        rows = [random_tokens(self.seed + 1, int(s), length, self.vocab_size) for s in batch.samples]
+        ids = torch.stack([torch.from_numpy(row) for row in rows])
+        targets = torch.where(batch.targets == IGNORE, IGNORE, ids[:, 1:])
+        return replace(batch, tokens=ids[:, :-1].contiguous(), targets=targets)
 
     def gradients(self, cursor: Cursor, found: list[tuple[str, Tensor, Tensor]], *, rank: int) -> None:
         """Spoil this rank's own gradients, in place."""
         if any(f.rank == rank for f in self.acting(cursor, "nan_gradient")):
-            found[-1][2].view(-1)[0] = torch.nan
+            found[-1][2].view(-1)[0] = SPOILT
 
     def weights(self, cursor: Cursor, engine: Engine) -> None:
-        """Flip a bit of the first weight of a rank's largest master, before the attempt. Collective."""
+        """Flip a bit of one weight of a rank's largest matrix in a block, before the attempt. Collective.
+
+        Not of the embedding: nobody would notice it in the row of a rare token.
+        """
         flips = self.acting(cursor, "bit_flip")
         if not flips:
             return
         if any(fault.rank == engine.mesh.world.rank for fault in flips):
-            masters = [part.tensor for part in engine.state() if part.kind == "master"]
-            largest = max(masters, key=lambda tensor: tensor.numel())
+            masters = [part for part in engine.state() if part.kind == "master"]
+            inner = [part for part in masters if part.piece.name.startswith("blocks.")]
+            largest = max(inner, key=lambda part: part.tensor.numel()).tensor
             largest.data.view(torch.int32)[0] ^= 1 << HIGHEST_EXPONENT_BIT
         engine.load_done(engine.optimizer_step)

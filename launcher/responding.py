@@ -40,7 +40,7 @@ class MonitorStop(RuntimeError):
 
 @dataclass
 class Responder:
-    """events: where the records go; journal: the attempts that led to the live state, newest last."""
+    """started: attempts made before this process; journal: its attempts that led to the live state."""
 
     plan: Plan
     guard: Guard
@@ -49,6 +49,7 @@ class Responder:
     loader: Loader
     exchange: Exchange
     faults: Faults
+    started: int
     tokenizer: Tokenizer | None = None
     journal: deque[Attempt] = field(default_factory=lambda: deque(maxlen=JOURNAL))
     _skipping: bool = False
@@ -105,7 +106,7 @@ class Responder:
         lr = {"lr_before": self.journal[-1].lr}
         facts |= {"alarm": before.step + 1, "worst": self._worst(fed), **lr}
         if recovery.kind == Kind.STOP:
-            self._write("stop", before, **facts | {"reason": recovery.reason, "budget_left": recovery.left})
+            self._stop(before, after, facts | {"reason": recovery.reason, "budget_left": recovery.left})
             raise MonitorStop(f"stopped by the monitor at step {before.step + 1}: {recovery.reason}")
         return self._rewind(before, after, facts, recovery)
 
@@ -170,10 +171,10 @@ class Responder:
             before,
             "REWIND",
             f"{facts['reason']} since step {facts['onset']}; back to step {cursor.step} "
-            f"({told[0].source}), samples {start} to {stop - 1} are left out, {recovery.left} rewinds left",
+            f"({told[0].source}), samples {start} to {stop - 1} are left out, rewinds left: {recovery.left}",
         )
         since = [attempt for attempt in alarm if attempt.number > told[0].cursor.attempt]
-        whole = bool(since) and since[0].cursor.attempt == told[0].cursor.attempt
+        whole = told[0].cursor.attempt >= self.started and len(alarm) < JOURNAL
         self.journal = deque((a for a in alarm if a.number <= told[0].cursor.attempt), maxlen=JOURNAL)
 
         def restore() -> None:
@@ -181,6 +182,21 @@ class Responder:
 
         self._diagnose(before, since if whole else [], restore=restore)
         return cursor
+
+    def _stop(self, before: Cursor, after: Cursor, facts: dict[str, Any]) -> None:
+        """Record the end, and save the newest good state if it is in memory alone."""
+        guard, rewinder = self.guard, self.rewinder
+        steps = rewinder.checkpoints.restorable(rewinder.past)
+        good = max((step for step in steps if step < facts["onset"]), default=None)
+        facts |= {"snapshot_step": good, "budget": guard.budget.as_json()}
+        together(self.exchange, lambda: self._write("stop", before, **facts))
+        if good is None or good in guard.saved:
+            return
+        cursor = rewinder.rewind(after, good, None)
+        guard.restore(rewinder.extra, guard.budget.as_json())
+        path = rewinder.checkpoints.save(rewinder.engine, cursor, {**rewinder.extra, KEY: guard.as_json()})
+        rewinder.checkpoints.wait()
+        self._tell(before, "STOP", f"the state of step {good}, from before the onset, is saved in {path}")
 
     def _diagnose(self, cursor: Cursor, attempts: list[Attempt], *, restore: Any) -> None:
         most = self.guard.settings.diagnose_attempts

@@ -76,7 +76,10 @@ class Recorded:
 
 
 def recorded(events: Path) -> list[Recorded]:
-    """The rewinds that were decided in a run, in order; an unfinished last line does not count."""
+    """The rewinds that were decided in a run, in order; an unfinished last line does not count.
+
+    Where the monitor gave up counts too: what was saved since the last good state is not gone on from.
+    """
     return [
         Recorded(
             int(record["attempt"]),
@@ -85,7 +88,7 @@ def recorded(events: Path) -> list[Recorded]:
             record.get("budget"),
         )
         for record in records(events)
-        if record.get("event") == "rewind"
+        if record.get("event") in ("rewind", "stop") and record.get("snapshot_step") is not None
     ]
 
 

@@ -167,7 +167,9 @@ def _train(settled: Plan, mesh: Mesh, directory: RunDirectory, deadline: float |
         directory=directory,
         rewinder=rewinder,
         guard=guard,
-        responder=Responder(settled, guard, events, rewinder, loader, exchange, faults, tokenizer),
+        responder=Responder(
+            settled, guard, events, rewinder, loader, exchange, faults, cursor.attempt, tokenizer
+        ),
         faults=faults,
         extra=extra,
         flops_per_token=flops_per_token(config.model, config.train.sequence_length).training,
@@ -246,7 +248,7 @@ def build_engine(settled: Plan, mesh: Mesh) -> Engine:
     )
     return Engine(
         built,
-        Loss(z_weight=config.model.z_loss, start=shard.start, group=mesh.tp),
+        Loss(z_weight=config.model.z_loss, start=shard.start, group=mesh.tp, consume=True),
         mesh=mesh,
         make_optimizer=lambda module: adamw(module, config.optim),
         precision=settled.precision,

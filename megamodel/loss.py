@@ -11,13 +11,14 @@ from parallel.collectives import all_reduce, all_reduce_max
 from parallel.mesh import SINGLE, Group
 
 _CHUNK_BYTES = 64 << 20  # fp32 workspace of one chunk of rows
+_CACHE_BYTES = 4 << 20
 
 
 class _VocabularyCrossEntropy(torch.autograd.Function):
     """logits (N, v), targets (N) -> loss, log Z, largest logit: (N) fp32 each; 0, 0, -inf where ignored."""
 
     @staticmethod
-    def forward(ctx, logits: Tensor, targets: Tensor, start: int, group: Group):
+    def forward(ctx, logits: Tensor, targets: Tensor, start: int, group: Group, consume: bool):
         rows, columns = logits.shape
         valid = targets != IGNORE
         local = targets - start
@@ -31,12 +32,13 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
         all_reduce_max(largest, group)
         sums = logits.new_zeros((2, rows), dtype=torch.float32)
         if columns:
-            for part in _chunks(rows, columns):
-                sums[0, part] = (logits[part].float() - largest[part, None]).exp_().sum(1)
+            for part in _chunks(logits):
+                sums[0, part] = torch.sub(logits[part].float(), largest[part, None]).exp_().sum(1)
             sums[1] = torch.where(ours, logits.gather(1, index).squeeze(1).float(), 0.0)
         all_reduce(sums, group)
         log_z = largest + sums[0].log()
         ctx.save_for_backward(logits, log_z, ours, index, valid)
+        ctx.consume = consume
         loss = torch.where(valid, log_z - sums[1], 0.0)
         log_z = torch.where(valid, log_z, 0.0)
         largest = torch.where(valid, largest, -torch.inf)
@@ -46,38 +48,45 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_loss: Tensor, grad_log_z: Tensor, _: Tensor):  # type: ignore[override]
         logits, log_z, ours, index, valid = ctx.saved_tensors
-        rows, columns = logits.shape
-        grad = torch.empty_like(logits)
+        columns = logits.shape[1]
+        grad = logits if ctx.consume else torch.empty_like(logits)
         if not columns:
-            return grad, None, None, None
+            return grad, None, None, None, None
         grad_loss = torch.where(valid, grad_loss, 0.0)
         spread = grad_loss + torch.where(valid, grad_log_z, 0.0)  # both act through log Z
         hit = torch.where(ours, grad_loss, 0.0)
-        for part in _chunks(rows, columns):
-            softmax = (logits[part].float() - log_z[part, None]).exp_()
-            softmax.mul_(spread[part, None])
+        in_place = logits.dtype == torch.float32
+        whole = not logits.is_cuda and bool(valid.all())  # on a GPU to ask costs more than the answer saves
+        for part in _chunks(logits):
+            softmax = torch.sub(logits[part].float(), log_z[part, None], out=grad[part] if in_place else None)
+            softmax.exp_().mul_(spread[part, None])
             softmax.scatter_add_(1, index[part], -hit[part, None])
             # An ignored row may hold anything, non-finite values included: its gradient is zero.
-            softmax.masked_fill_(~valid[part, None], 0.0)
-            grad[part] = softmax
-        return grad, None, None, None
+            if not whole:
+                softmax.masked_fill_(~valid[part, None], 0.0)
+            if not in_place:
+                grad[part] = softmax
+        return grad, None, None, None, None
 
 
-def _chunks(rows: int, columns: int) -> list[slice]:
-    step = max(1, _CHUNK_BYTES // (4 * columns))
+def _chunks(logits: Tensor) -> list[slice]:
+    """Rows that are worked on at once: what fits into a CPU's cache, or into a workspace on a GPU."""
+    rows, columns = logits.shape
+    step = max(1, (_CHUNK_BYTES if logits.is_cuda else _CACHE_BYTES) // (4 * columns))
     return [slice(a, min(a + step, rows)) for a in range(0, rows, step)]
 
 
 def cross_entropy(
-    logits: Tensor, targets: Tensor, *, start: int = 0, group: Group = SINGLE
+    logits: Tensor, targets: Tensor, *, start: int = 0, group: Group = SINGLE, consume: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(cross-entropy, log Z, largest logit), each (B, S) in fp32; 0, 0 and -inf where the target is IGNORE.
 
     logits (B, S, v) of the rows [start, start + v) of the true vocabulary; targets (B, S) int64. The
-    gradient flows through the first two. log Z = logsumexp over the true vocabulary of all ranks.
+    gradient flows through the first two. log Z = logsumexp over the true vocabulary of all ranks. consume:
+    the backward pass, which may run once, leaves the gradient in the memory of the logits.
     """
     rows = logits.reshape(targets.numel(), logits.shape[-1])
-    outputs = _VocabularyCrossEntropy.apply(rows, targets.reshape(-1), start, group)
+    outputs = _VocabularyCrossEntropy.apply(rows, targets.reshape(-1), start, group, consume)
     loss, log_z, largest = (x.view(targets.shape) for x in outputs)  # type: ignore[union-attr]
     return loss, log_z, largest
 
@@ -87,13 +96,17 @@ class Loss:
 
     Called with logits (B, S, v) and labels (targets (B, S), weight scalar): returns
     weight x sum over valid tokens of (cross-entropy + z_weight (log Z)^2). With weight = micro-batches x
-    dp / N, N the valid tokens of the global batch, DeepSpeed's two means make this the token mean.
+    dp / N, N the valid tokens of the global batch, DeepSpeed's two means make this the token mean. consume:
+    see cross_entropy; for logits that nobody looks at again.
     """
 
-    def __init__(self, *, z_weight: float, start: int = 0, group: Group = SINGLE) -> None:
+    def __init__(
+        self, *, z_weight: float, start: int = 0, group: Group = SINGLE, consume: bool = False
+    ) -> None:
         self.z_weight = z_weight
         self.start = start
         self.group = group
+        self.consume = consume
         self.reset()
 
     def reset(self) -> None:
@@ -106,7 +119,9 @@ class Loss:
 
     def __call__(self, logits: Tensor, labels: tuple[Tensor, Tensor]) -> Tensor:
         targets, weight = labels
-        loss, log_z, largest = cross_entropy(logits, targets, start=self.start, group=self.group)
+        loss, log_z, largest = cross_entropy(
+            logits, targets, start=self.start, group=self.group, consume=self.consume
+        )
         total = loss.sum()
         if self.z_weight:
             z = self.z_weight * log_z.square().sum()

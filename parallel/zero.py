@@ -2,7 +2,8 @@
 
 Both flatten each parameter group, cut it into equal parts, one a data rank, and keep an fp32 master and
 Adam's moments of their part. `Partition` knows which stretch of which parameter lies where, so that the norm,
-clipping, skipping, saving and restoring are written once.
+clipping, skipping, saving and restoring are written once. In fp32 it reduces the gradients too: DeepSpeed
+copies them three times on the way to Adam.
 """
 
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
 
-from parallel.mesh import Mesh
+from parallel.mesh import Group, Mesh
 from parallel.piece import Piece, pieces_of
 
 
@@ -69,6 +70,15 @@ class ZeroPartition:
             else optimizer.single_partition_of_fp32_groups
         )
         self.parameters: list[Tensor] = [p for group in groups for p in group]
+        self._groups: list[list[Tensor]] = [list(group) for group in groups]
+        self._flat: list[Tensor] = []  # fp32: the gradients of whole groups, as long as all parts together
+        if not self.is_bf16:
+            self._flat = [m.new_zeros(m.numel() * mesh.dp.size) for m in self.masters]
+        self._gradients: list[Tensor] = (
+            optimizer.fp32_groups_gradient_flat_partition
+            if isinstance(optimizer, BF16_Optimizer)
+            else [self._part(flat, m.numel()) for flat, m in zip(self._flat, self.masters, strict=True)]
+        )
         self.stretches: list[_Stretch] = []
         for index, group in enumerate(groups):
             self.stretches += _stretches(index, group, self.masters[index].numel(), mesh.dp.rank)
@@ -93,19 +103,29 @@ class ZeroPartition:
             return None if gradient is None else gradient.view(parameter.shape)
         return self.optimizer.get_gradient_for_reduction(parameter)
 
+    def _part(self, flat: Tensor, size: int) -> Tensor:
+        return flat.narrow(0, self.mesh.dp.rank * size, size)
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """fp32: average the accumulated gradients over dp, each rank its part. Collective over dp."""
+        dp = self.mesh.dp
+        for group, flat, part in zip(self._groups, self._flat, self._gradients, strict=True):
+            places = flat[: sum(p.numel() for p in group)].split([p.numel() for p in group])
+            given = [(place, p.grad) for place, p in zip(places, group, strict=True) if p.grad is not None]
+            if given:
+                torch._foreach_copy_([place for place, _ in given], [grad.view(-1) for _, grad in given])
+            for place, parameter in zip(places, group, strict=True):
+                if parameter.grad is None:  # such as an expert that no token was sent to
+                    place.zero_()
+                parameter.grad = None
+            if dp.size > 1:
+                _sum_over(part, flat, dp)
+                part.div_(dp.size)
+
     def gradients(self) -> list[tuple[_Stretch, Tensor]]:
         """The reduced gradient of each stretch of this partition, as a flat live view."""
-        if self.is_bf16:
-            flat = self.optimizer.fp32_groups_gradient_flat_partition
-            return [(s, flat[s.group].narrow(0, s.at, s.length)) for s in self.stretches]
-        found = []
-        for index in range(len(self.masters)):
-            ours = [s for s in self.stretches if s.group == index]
-            tensors = self.optimizer.averaged_gradients[index][: len(ours)]
-            for stretch, tensor in zip(ours, tensors, strict=True):
-                assert tensor.numel() == stretch.length
-                found.append((stretch, tensor.reshape(-1)))
-        return found
+        return [(s, self._gradients[s.group].narrow(0, s.at, s.length)) for s in self.stretches]
 
     @torch.no_grad()
     def norm(self) -> Tensor:
@@ -131,34 +151,20 @@ class ZeroPartition:
 
     def step(self, norm: Tensor) -> None:
         """Clip by the given norm and update masters, moments and weights."""
-        if not self.is_bf16:
-            # DeepSpeed would compute the norm again; it is handed the one that was judged.
-            self.optimizer.scaled_global_norm = lambda norm_type=2: norm.float()
-            type(self.optimizer).step(self.optimizer)
-            return
-        if self.clip_norm > 0:
-            scale = 1.0 / torch.clamp((norm + 1e-6) / self.clip_norm, min=1.0)
-            for partition in self.optimizer.fp32_groups_gradient_flat_partition:
-                partition.mul_(scale)
-        for master, gradient in zip(
-            self.masters, self.optimizer.fp32_groups_gradient_flat_partition, strict=True
-        ):
+        over = (float(norm) + 1e-6) / self.clip_norm if self.clip_norm > 0 else 0.0
+        if over > 1.0:
+            for gradient in self._gradients:
+                gradient.mul_(1.0 / over)
+        for master, gradient in zip(self.masters, self._gradients, strict=True):
             master.grad = gradient
         self.optimizer.optimizer.step()
         self.optimizer.update_lp_params()
-        self.optimizer.clear_hp_grads()
+        if self.is_bf16:
+            self.optimizer.clear_hp_grads()
 
     def discard(self) -> None:
         """Forget the gradients: nothing else changes."""
         self.optimizer.zero_grad(set_to_none=True)
-        if self.is_bf16:
-            return
-        self.optimizer._release_preflattened_grad_buffers()
-        for index in self.optimizer.averaged_gradients:
-            self.optimizer.averaged_gradients[index] = None
-            self.optimizer.all_grad_tensors[index] = None
-        for parameter in self.parameters:
-            parameter.grad = None
 
     def state(self) -> list[StateTensor]:
         """Masters and moments of this partition as named stretches, in a fixed order."""
@@ -188,6 +194,15 @@ class ZeroPartition:
             self.optimizer.optimizer.state[master]["step"].fill_(float(step))
         self.discard()
         self.optimizer.update_lp_params()
+
+
+def _sum_over(part: Tensor, flat: Tensor, group: Group) -> None:
+    """The sum of every rank's `flat`, at least where `part` of it lies."""
+    if flat.is_cuda:
+        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        scatter(part, flat, group=group.handle)
+    else:
+        dist.all_reduce(flat, group=group.handle)
 
 
 def _stretches(index: int, group: list[Tensor], size: int, rank: int) -> list[_Stretch]:

@@ -141,7 +141,7 @@ def build(case: Case) -> Engine:
             clock=clock,
             auxiliary=auxiliary,
         ),
-        Loss(z_weight=case.z_loss, start=shard.start, group=mesh.tp),
+        Loss(z_weight=case.z_loss, start=shard.start, group=mesh.tp, consume=True),
         mesh=mesh,
         make_optimizer=adamw,
         precision=case.precision,  # type: ignore[arg-type]
