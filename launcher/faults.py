@@ -79,10 +79,11 @@ class Faults:
     def gradients(self, cursor: Cursor, found: list[tuple[str, Tensor, Tensor]], *, rank: int) -> None:
         """Spoil this rank's own gradients, in place."""
         if any(f.rank == rank for f in self.acting(cursor, "nan_gradient")):
-            found[-1][2].view(-1)[0] = SPOILT
+            inner = [gradient for name, _, gradient in found if name.startswith("blocks.")]
+            max(inner, key=lambda gradient: gradient.numel()).view(-1)[0] = SPOILT
 
     def weights(self, cursor: Cursor, engine: Engine) -> None:
-        """Flip a bit of one weight of a rank's largest matrix in a block, before the attempt. Collective.
+        """Flip a bit of one weight of a rank's last large matrix in a block, before the attempt. Collective.
 
         Not of the embedding: nobody would notice it in the row of a rare token.
         """
@@ -92,6 +93,6 @@ class Faults:
         if any(fault.rank == engine.mesh.world.rank for fault in flips):
             masters = [part for part in engine.state() if part.kind == "master"]
             inner = [part for part in masters if part.piece.name.startswith("blocks.")]
-            largest = max(inner, key=lambda part: part.tensor.numel()).tensor
+            largest = max(reversed(inner), key=lambda part: part.tensor.numel()).tensor
             largest.data.view(torch.int32)[0] ^= 1 << HIGHEST_EXPONENT_BIT
         engine.load_done(engine.optimizer_step)

@@ -131,20 +131,25 @@ class ZeroPartition:
     def norm(self) -> Tensor:
         """The 2-norm of the whole gradient, each logical element counted once: a 0-d fp64 tensor.
 
-        Collective over the world. NaN or infinity anywhere gives a non-finite norm on every rank.
+        Collective over the world. NaN or infinity anywhere, replicas included, gives a non-finite norm on
+        every rank.
         """
-        owned = []
+        owned, replicas = [], []
         for stretch, gradient in self.gradients():
             overlaps = stretch.overlaps()
             if all(piece.owner for piece, *_ in overlaps):
                 # What no piece covers is vocabulary padding, whose gradient is zero.
                 owned.append(gradient)
                 continue
-            owned += [gradient.narrow(0, at, n) for piece, _, at, n in overlaps if piece.owner]
+            for piece, _, at, n in overlaps:
+                (owned if piece.owner else replicas).append(gradient.narrow(0, at, n))
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         if owned:
-            norms = torch._foreach_norm(owned)
-            total += torch.stack(norms).double().square().sum()
+            total += torch.stack(torch._foreach_norm(owned)).double().square().sum()
+        if replicas:
+            # They do not count, but a replica that is no number would ruin its rank's weights unseen.
+            unseen = torch.stack(torch._foreach_norm(replicas)).double().square().sum()
+            total += torch.where(unseen.isfinite(), 0.0, torch.nan)
         if self.mesh.world.size > 1:
             dist.all_reduce(total, group=self.mesh.world.handle)
         return total.sqrt()

@@ -124,10 +124,14 @@ def test_it_goes_round_the_bad_samples_and_loses_no_others(poisoned: Path, clean
     order = [sample for _, samples, _ in fed(poisoned) for sample in samples]
     bad = range(*BAD)
     assert all(order.count(sample) <= 1 for sample in bad)
-    applied = {step: samples for step, samples, taken in fed(poisoned) if taken}  # the last of each step
-    trained = [sample for step in sorted(applied) for sample in applied[step]]
-    expected = [n for n in range(10_000) if not start <= n < stop][: 4 * STEPS]
-    assert trained == expected
+    back = next(i for i in range(1, len(fed(poisoned))) if fed(poisoned)[i][0] < fed(poisoned)[i - 1][0])
+    led = [
+        *fed(poisoned)[: rewind["snapshot_step"]],
+        *fed(poisoned)[back:],
+    ]  # the attempts that led to the end
+    samples = [sample for _, batch, _ in led for sample in batch]
+    assert samples == [n for n in range(10_000) if not start <= n < stop][: len(samples)]
+    assert len(led) - STEPS <= 1  # one update may have been left out for its own sake
     assert math.isclose(held_out(poisoned), held_out(clean), abs_tol=0.02)
 
 
@@ -135,7 +139,7 @@ def test_each_event_says_what_why_and_where(poisoned: Path, place: Path) -> None
     fault, skip, cause, *_ = events(poisoned)
     assert (fault["event"], fault["fault"]) == ("fault", {"kind": "poison", "samples": list(BAD)})
     assert (skip["event"], skip["attempt"], skip["step"]) == ("skip", 101, 101)
-    assert skip["reason"].startswith("outlier: loss 8.")
+    assert skip["reason"].startswith("outlier: loss 1")
     record = next(line for line in lines(poisoned) if line["attempt"] == 101)
     assert skip["signals"]["loss"] == record["loss/train"] and record["monitor/verdict"] == 2
     worst = skip["worst"]
@@ -159,14 +163,14 @@ def test_each_event_says_what_why_and_where(poisoned: Path, place: Path) -> None
 
 def test_the_next_bad_samples_are_gone_round_too(place: Path, ranks: Ranks, clean: Path) -> None:
     """Right behind the range that was left out."""
-    behind = "faults=[{kind: poison, samples: [400, 436]}, {kind: poison, samples: [444, 476]}]"
+    behind = "faults=[{kind: poison, samples: [400, 436]}, {kind: poison, samples: [444, 540]}]"
     run = train(ranks, place, "behind", behind)
     first, second = events(run, "rewind")
-    assert second["skipped"][1] >= 476 and second["snapshot_step"] < first["snapshot_step"]
+    assert second["skipped"][1] > 500 and second["snapshot_step"] < first["snapshot_step"]
     assert second["lr_after"] < first["lr_after"]  # a relapse: a lower rate, a wider margin
     assert second["skipped"][0] < first["skipped"][0]
     order = [sample for _, samples, _ in fed(run) for sample in samples]
-    assert all(order.count(sample) <= 1 for sample in [*range(400, 436), *range(444, 476)])
+    assert all(order.count(sample) <= 1 for sample in [*range(400, 436), *range(444, 540)])
     assert math.isclose(held_out(run), held_out(clean), abs_tol=0.02)
 
 
@@ -289,8 +293,8 @@ def test_observing_changes_nothing_but_the_record(place: Path, ranks: Ranks) -> 
     assert set(verdicts) == {0, 1} and {line["monitor/verdict"] for line in lines(blind)} == {0}
 
 
-# A rate a hundred times too high for three updates; what it leaves is saved before it is noticed.
-LASTING = ["faults=[{kind: lr, step: 60, steps: 3, factor: 100}]", "train.steps=80", "checkpoint.every=4"]
+# A rate far too high for one update; what it leaves is saved before anything is noticed.
+LASTING = ["faults=[{kind: lr, step: 60, factor: 3000}]", "train.steps=80", "checkpoint.every=4"]
 
 
 @pytest.fixture(scope="module")
