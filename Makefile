@@ -15,7 +15,7 @@ CACHE := .cache/megamodel
 TEST_ENVIRONMENT := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 PYTEST := $(TEST_ENVIRONMENT) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
-.PHONY: help setup train prepare data-shakespeare test test-all check fix bench bench-checkpoint tensorboard clean
+.PHONY: help setup train prepare data-shakespeare test test-all check fix bench bench-checkpoint drill tensorboard clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -63,6 +63,9 @@ bench: $(READY) ## speed and memory against a plain transformers loop, minutes
 
 bench-checkpoint: $(READY) ## saving and loading against torch's and DeepSpeed's; 10 GB of disk, minutes
 	$(BIN)/python -m benchmarks.checkpoint $(ARGS)
+
+drill: $(READY) ## rehearse faults at tp2, pp2 and dp2 and report: runs/drill/report.html, minutes
+	$(BIN)/python -m launcher drill $(ARGS)
 
 tensorboard: $(READY) ## look at the runs in a browser
 	$(BIN)/tensorboard --logdir runs $(ARGS)

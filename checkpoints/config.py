@@ -25,7 +25,7 @@ class Checkpoint:
         help="training stops only for a copy in host memory, which is written while it goes on",
     )
     snapshot_every: int = setting(
-        0, on_resume="free", help="copy the state into host memory, for rewinding, at multiples; 0 = never"
+        100, on_resume="free", help="copy the state into host memory, for rewinding, at multiples; 0 = never"
     )
     snapshots: int = setting(2, on_resume="free", help="the last so many of those copies stay")
     keep: int = setting(

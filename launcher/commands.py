@@ -114,6 +114,14 @@ COMMANDS: dict[str, Command] = {
             has_run=False,
         ),
         Command(
+            name="drill",
+            summary="rehearse: train a small model with faults on purpose, report what became of each",
+            config_name="bare",
+            root="launcher.drill:Drill",
+            function="launcher.drill:drill",
+            has_run=False,
+        ),
+        Command(
             name="replay",
             summary="run the monitor over old logs: CSV, metrics.jsonl, TensorBoard; what it would have done",
             config_name="replay",

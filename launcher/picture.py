@@ -47,19 +47,23 @@ class Picture:
 
     def save(self, path: Path) -> None:
         """Write the PNG; ValueError when there is no such folder or nothing to draw."""
-        panels = [panel for panel in self.panels if panel.steps]
-        if not panels:
+        if not any(panel.steps for panel in self.panels):
             raise ValueError(f"{path}: no curve to draw")
+        try:
+            self.image().save(path, format="PNG", optimize=True)
+        except OSError as error:
+            raise ValueError(f"plot={path} cannot be written: {error}") from None
+
+    def image(self) -> Image.Image:
+        """All panels that have anything to show."""
+        panels = [panel for panel in self.panels if panel.steps]
         columns = max(1, math.ceil(math.sqrt(len(panels) / 8)))
         rows = math.ceil(len(panels) / columns)
         image = Image.new("RGB", (columns * WIDTH, rows * HEIGHT), "white")
         draw = ImageDraw.Draw(image)
         for index, panel in enumerate(panels):
             draw_panel(draw, panel, index % columns * WIDTH, index // columns * HEIGHT)
-        try:
-            image.save(path, format="PNG", optimize=True)
-        except OSError as error:
-            raise ValueError(f"plot={path} cannot be written: {error}") from None
+        return image
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from launcher.preparing import progress
 from launcher.responding import Responder
 from launcher.rewind import Recorded, Rewinder, applied_again, recorded
 from launcher.rundirectory import RunDirectory, versions
-from launcher.telling import beginning, dry_run_text, ended, ending, overridden
+from launcher.telling import beginning, dry_run_text, ended, ending, overridden, prevention
 from launcher.train import Outcome, Run
 from launcher.train import train as loop
 from megamodel.accounting import flops_per_token
@@ -180,6 +180,10 @@ def _train(settled: Plan, mesh: Mesh, directory: RunDirectory, deadline: float |
     try:
         host_bytes = checkpoints.host_bytes(engine)
         metrics.note(beginning(settled, mesh, engine.bounds, prepared, cursor, host_bytes=host_bytes))
+        if not prevention(config) and mesh.is_main:
+            log.warning(
+                "nothing keeps the loss from spiking; model.z_loss=1e-4, optim.clip_norm=1 or QK-norm would"
+            )
         if acceptor.changed:
             metrics.note(overridden(settled, cursor, acceptor.changed))
         outcome = loop(run, cursor)

@@ -67,8 +67,28 @@ def beginning(
             ),
             f"layout  {_layout(settled, mesh, bounds)}",
             _copies(config, host_bytes),
+            _monitor(config),
         )
     )
+
+
+def _monitor(config: Config) -> str:
+    """What is done about loss spikes, and what keeps them away."""
+    found = ", ".join(prevention(config)) or "nothing"
+    return f"monitor {config.monitor.action}; against spikes beforehand: {found}"
+
+
+def prevention(config: Config) -> list[str]:
+    """What in a configuration keeps the loss from spiking in the first place."""
+    model = config.model
+    known = {
+        "z-loss": model.z_loss > 0,
+        "QK-norm": getattr(getattr(model.attention, "qk_norm", None), "scope", "none") != "none",
+        "soft-cap of attention": getattr(model.attention, "softcap", None) is not None,
+        "soft-cap of logits": model.logits.softcap is not None,
+        "clipping": config.optim.clip_norm > 0,
+    }
+    return [name for name, there in known.items() if there]
 
 
 def _left_out(prepared: Prepared) -> list[str]:

@@ -3,6 +3,7 @@
 import gc
 import logging
 import os
+import warnings
 import weakref
 from datetime import timedelta
 from typing import Literal, Protocol
@@ -87,6 +88,8 @@ def adopt(local_rank: int) -> None:
     import deepspeed
     import deepspeed.ops
 
+    # It calls collectives by names that newer releases of torch warn of.
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     # Its shared-memory collective is compiled with g++ at first use; gloo does without.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist.get_backend(), dist_init_required=False, verbose=False)

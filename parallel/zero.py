@@ -73,6 +73,10 @@ class ZeroPartition:
         self._groups: list[list[Tensor]] = [list(group) for group in groups]
         self._flat: list[Tensor] = []  # fp32: the gradients of whole groups, as long as all parts together
         if not self.is_bf16:
+            # The weights of this rank's part are their own masters: one copy less to hold and to make.
+            weights = optimizer.parallel_partitioned_bit16_groups
+            for master, parts in zip(self.masters, weights, strict=True):
+                master.data = parts[mesh.dp.rank].data
             self._flat = [m.new_zeros(m.numel() * mesh.dp.size) for m in self.masters]
         self._gradients: list[Tensor] = (
             optimizer.fp32_groups_gradient_flat_partition
@@ -163,9 +167,14 @@ class ZeroPartition:
         for master, gradient in zip(self.masters, self._gradients, strict=True):
             master.grad = gradient
         self.optimizer.optimizer.step()
-        self.optimizer.update_lp_params()
+        self._update_weights()
         if self.is_bf16:
             self.optimizer.clear_hp_grads()
+
+    def _update_weights(self) -> None:
+        """The weights of all parts from the masters. Collective over dp."""
+        if self.is_bf16 or self.mesh.dp.size > 1:
+            self.optimizer.update_lp_params()
 
     def discard(self) -> None:
         """Forget the gradients: nothing else changes."""
@@ -198,7 +207,7 @@ class ZeroPartition:
         for master in self.masters:
             self.optimizer.optimizer.state[master]["step"].fill_(float(step))
         self.discard()
-        self.optimizer.update_lp_params()
+        self._update_weights()
 
 
 def _sum_over(part: Tensor, flat: Tensor, group: Group) -> None:

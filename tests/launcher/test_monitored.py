@@ -164,7 +164,7 @@ def test_each_event_says_what_why_and_where(poisoned: Path, place: Path) -> None
 def test_the_next_bad_samples_are_gone_round_too(place: Path, ranks: Ranks, clean: Path) -> None:
     """Right behind the range that was left out."""
     behind = "faults=[{kind: poison, samples: [400, 436]}, {kind: poison, samples: [444, 540]}]"
-    run = train(ranks, place, "behind", behind)
+    run = train(ranks, place, "behind", behind, "checkpoint.every=20")  # a file from further back
     first, second = events(run, "rewind")
     assert second["skipped"][1] > 500 and second["snapshot_step"] < first["snapshot_step"]
     assert second["lr_after"] < first["lr_after"]  # a relapse: a lower rate, a wider margin

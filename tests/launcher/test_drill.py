@@ -1,0 +1,69 @@
+"""The drill in its short form, and what of faults and the monitor is refused at the door."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launcher.__main__ import main
+from launcher.drill import Result, good
+from tests.launcher.test_failing_rank import environment
+from tests.launcher.test_monitored import place
+
+__all__ = ["place"]
+
+
+def test_a_short_drill_reports_every_fault(place: Path) -> None:
+    given = ["data=files", "data.paths=[text]", "tokenizer.vocab_size=300", "model.vocab_size=300"]
+    small = f"train={[*given, 'train.sequence_length=16']}"
+    command = [sys.executable, "-m", "launcher", "drill", "out=drill", "layouts=[dp2]", "steps=120"]
+    done = subprocess.run(
+        [*command, "faults=[tokens,poison]", "format=json", small],
+        cwd=place,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = {result["fault"]: Result(**result) for result in json.loads(done.stdout)["results"]}
+    assert set(results) == {"clean", "tokens", "poison"} and all(map(good, results.values()))
+    assert results["tokens"].detected == results["tokens"].fired == 80
+    assert results["tokens"].cause is not None and results["tokens"].cause.startswith("hardware: gradient of")
+    assert results["poison"].cause == "data x state" and results["poison"].rewound_to is not None
+    report = (place / "drill" / "report.html").read_text()
+    assert "poison" in report and "data:image/png;base64," in report
+    assert (place / "drill" / "report.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_that_is_worse_than_the_clean_one_is_not_ok() -> None:
+    fine = Result("dp2", "lr", "finished", fired=80, detected=81, held_out=2.0, difference=0.001)
+    assert good(fine)
+    assert not good(Result(**{**vars(fine), "difference": 0.03}))
+    assert not good(Result(**{**vars(fine), "detected": None}))
+    assert not good(Result(**{**vars(fine), "state": "failed"}))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["checkpoint.every=0", "checkpoint.snapshot_every=0"], "monitor=rewind needs states to go back to"),
+        (["monitor=rewind", "monitor.cooldown_steps=50"], "must be 0 to 49"),
+        (["faults=[{kind: poison, step: 3}]"], "needs samples: [first, stop)"),
+        (["faults=[{kind: poison, samples: [8, 8]}]"], "needs samples: [first, stop)"),
+        (["faults=[{kind: lr}]"], "needs step and steps of 1 or more"),
+        (["faults=[{kind: lr, step: 4, samples: [1, 2]}]"], "no samples"),
+        (["faults=[{kind: gremlin, step: 4}]"], "faults"),
+    ],
+)
+def test_refused_at_the_door(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "model=tiny", *arguments]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_state_to_go_back_to_is_not_asked_of_those_who_never_do() -> None:
+    arguments = ["train", "model=tiny", "checkpoint.every=0", "checkpoint.snapshot_every=0", "monitor=skip"]
+    assert main([*arguments, "--cfg", "job"]) == 0
