@@ -30,6 +30,7 @@ from launcher.picture import Picture
 PROCESSES = 2
 LAYOUTS = {"tp2": ["parallel.tp=2"], "pp2": ["parallel.pp=2"], "dp2": []}
 CLEAN = "clean"
+WIDTH = 180  # columns of the table in text
 NEAR = 0.02  # nats: a recovered run ends as near to the clean one
 SETTINGS = [
     "model=tiny",
@@ -111,7 +112,9 @@ def drill(tree: Drill) -> int:
     if tree.format == "json":
         print(json.dumps({"results": [asdict(r) for r in results], "report": str(out / "report.html")}))
     else:
-        Console().print(table(results))
+        console = Console()
+        console.width = max(console.width, WIDTH)
+        console.print(table(results))
         print(f"report  {out / 'report.html'}")
     return DONE if all(good(result) for result in results) else FAILED
 
@@ -219,10 +222,10 @@ def cells(result: Result) -> list[str]:
 
 
 HEADS = (
-    "detected (attempts from the fault)",
-    "rewound to step",
-    "samples left out",
-    "attempts lost",
+    "detected",
+    "back to",
+    "left out",
+    "lost",
     "cause found",
     "held-out loss",
     "against clean",
@@ -230,7 +233,7 @@ HEADS = (
 
 
 def table(results: Sequence[Result]) -> Table:
-    found = Table("layout", "fault", "", *HEADS)
+    found = Table("layout", "fault", "", *HEADS, box=None)
     for result in results:
         found.add_row(result.layout, result.fault, "ok" if good(result) else result.state, *cells(result))
     return found

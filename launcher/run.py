@@ -152,10 +152,17 @@ def _train(settled: Plan, mesh: Mesh, directory: RunDirectory, deadline: float |
     extra = {"data": prepared.digest, "segment": metrics.segment}
     guard = Guard(config.monitor, saved=checkpoints.restorable(past))
     guard.restore(restored.extra if restored else {}, budget)
-    faults = Faults(config.faults, config.model.vocab_size, config.train.seed, past_events["faults"])
-    rewinder = Rewinder(engine, checkpoints, metrics, directory, extra, past)
-    events = Events(directory, rank=mesh.world.rank)
-    tokenizer = prepared.tokenizer if prepared.tokenizer_path else None
+    responder = Responder(
+        settled,
+        guard,
+        Events(directory, rank=mesh.world.rank),
+        Rewinder(engine, checkpoints, metrics, directory, extra, past),
+        loader,
+        exchange,
+        Faults(config.faults, config.model.vocab_size, config.train.seed, past_events["faults"]),
+        started=cursor.attempt,
+        tokenizer=prepared.tokenizer if prepared.tokenizer_path else None,
+    )
     run = Run(
         plan=settled,
         engine=engine,
@@ -165,12 +172,7 @@ def _train(settled: Plan, mesh: Mesh, directory: RunDirectory, deadline: float |
         metrics=metrics,
         checkpoints=checkpoints,
         directory=directory,
-        rewinder=rewinder,
-        guard=guard,
-        responder=Responder(
-            settled, guard, events, rewinder, loader, exchange, faults, cursor.attempt, tokenizer
-        ),
-        faults=faults,
+        responder=responder,
         extra=extra,
         flops_per_token=flops_per_token(config.model, config.train.sequence_length).training,
         peak_flops=_peak(settled, mesh),
@@ -178,24 +180,28 @@ def _train(settled: Plan, mesh: Mesh, directory: RunDirectory, deadline: float |
         deadline=deadline,
     )
     try:
-        host_bytes = checkpoints.host_bytes(engine)
-        metrics.note(beginning(settled, mesh, engine.bounds, prepared, cursor, host_bytes=host_bytes))
-        if not prevention(config) and mesh.is_main:
-            log.warning(
-                "nothing keeps the loss from spiking; model.z_loss=1e-4, optim.clip_norm=1 or QK-norm would"
-            )
-        if acceptor.changed:
-            metrics.note(overridden(settled, cursor, acceptor.changed))
+        _introduce(run, prepared, cursor, acceptor.changed)
         outcome = loop(run, cursor)
     finally:
-        metrics.close()
-        events.close()
-        run.feed.close()
+        run.close()
     if mesh.is_main:
         state = "stopped" if outcome.stopped_by else "finished"
         directory.set_status(state, reason=outcome.stopped_by or "", step=outcome.cursor.step)
         _tell(settled, prepared, held_out, outcome, checkpoints)
     exchange.everyone(None)  # leave together
+
+
+def _introduce(run: Run, prepared: Prepared, cursor: Cursor, changed: list[Difference]) -> None:
+    """What is about to be done, and what is unwise about it."""
+    settled, mesh = run.plan, run.engine.mesh
+    host_bytes = run.checkpoints.host_bytes(run.engine)
+    run.metrics.note(beginning(settled, mesh, run.engine.bounds, prepared, cursor, host_bytes=host_bytes))
+    if not prevention(settled.config) and mesh.is_main:
+        log.warning(
+            "nothing keeps the loss from spiking; model.z_loss=1e-4, optim.clip_norm=1 or QK-norm would"
+        )
+    if changed:
+        run.metrics.note(overridden(settled, cursor, changed))
 
 
 def _tell(

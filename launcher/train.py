@@ -11,13 +11,11 @@ from checkpoints.manager import Costs, Manager
 from launcher.config import Plan
 from launcher.diagnosis import Fingerprint
 from launcher.evaluate import HeldOutLoss, evaluate
-from launcher.faults import Faults
 from launcher.garbage import GarbageCollection
-from launcher.guard import KEY, Guard
+from launcher.guard import KEY
 from launcher.metrics import MetricsWriter, encoded
 from launcher.monitor import MOST_SKIPPED, Kind
 from launcher.responding import Responder
-from launcher.rewind import Rewinder
 from launcher.rundirectory import RunDirectory
 from launcher.stopping import reason, stop_signals
 from megamodel.auxiliary import NAMES
@@ -44,15 +42,18 @@ class Run:
     metrics: MetricsWriter
     checkpoints: Manager
     directory: RunDirectory
-    rewinder: Rewinder
-    guard: Guard
     responder: Responder
-    faults: Faults
     extra: dict[str, Any]  # goes into every checkpoint beside the cursor
     flops_per_token: float
     peak_flops: float | None  # of all devices together; None: no MFU
     peak_bytes: Callable[[], int]
     deadline: float | None  # of time.monotonic(): when to save and stop
+
+    def close(self) -> None:
+        """The files, the progress, the thread that reads ahead."""
+        self.metrics.close()
+        self.responder.events.close()
+        self.feed.close()
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ def train(run: Run, cursor: Cursor) -> Outcome:
 
 def _attempt(run: Run, cursor: Cursor, fed: LoadedStep, *, asked: int) -> tuple[StepResult, float]:
     """One attempt, judged by the monitor, and the learning rate it was made with."""
-    guard, faults = run.guard, run.faults
+    guard, faults = run.responder.guard, run.responder.faults
     guard.expect(cursor)
     guard.fed(cursor, fed.samples, fed.next_sample)
     run.responder.fire(cursor, fed)
@@ -142,11 +143,11 @@ def _keep(run: Run, cursor: Cursor, result: StepResult, *, asked: int, loss: Hel
 
 def _extra(run: Run) -> dict[str, Any]:
     """What goes into a checkpoint beside the cursor."""
-    return {**run.extra, KEY: run.guard.as_json()}
+    return {**run.extra, KEY: run.responder.guard.as_json()}
 
 
 def _save(run: Run, cursor: Cursor, more: dict[str, Any]) -> None:
-    guard = run.guard
+    guard = run.responder.guard
     run.checkpoints.save(run.engine, cursor, _extra(run) | more, protect=guard.protected)
     guard.saved = sorted({*guard.saved, cursor.step})
 
@@ -184,7 +185,7 @@ def _record(
     """The metrics of one attempt; what is not known is left out."""
     record: dict[str, Any] = {"step": cursor.step + 1, "attempt": cursor.attempt + 1}
     record["monitor/verdict"] = int(kind if result.applied else max(kind, Kind.SKIP))
-    record["monitor/rewinds"] = run.guard.budget.used
+    record["monitor/rewinds"] = run.responder.guard.budget.used
     record["monitor/skipped_samples"] = sum(stop - start for start, stop in cursor.skipped)
     record["lr"] = lr
     record["tokens/total"] = cursor.tokens + (result.valid_tokens if result.applied else 0)

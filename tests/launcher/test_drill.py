@@ -18,9 +18,9 @@ __all__ = ["place"]
 def test_a_short_drill_reports_every_fault(place: Path) -> None:
     given = ["data=files", "data.paths=[text]", "tokenizer.vocab_size=300", "model.vocab_size=300"]
     small = f"train={[*given, 'train.sequence_length=16']}"
-    command = [sys.executable, "-m", "launcher", "drill", "out=drill", "layouts=[dp2]", "steps=120"]
+    command = [sys.executable, "-m", "launcher", "drill", "out=drill", "layouts=[dp2]", "steps=100"]
     done = subprocess.run(
-        [*command, "faults=[tokens,poison]", "format=json", small],
+        [*command, "faults=[bit_flip]", "format=json", small],
         cwd=place,
         env=environment(),
         capture_output=True,
@@ -30,12 +30,12 @@ def test_a_short_drill_reports_every_fault(place: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     results = {result["fault"]: Result(**result) for result in json.loads(done.stdout)["results"]}
-    assert set(results) == {"clean", "tokens", "poison"} and all(map(good, results.values()))
-    assert results["tokens"].detected == results["tokens"].fired == 80
-    assert results["tokens"].cause is not None and results["tokens"].cause.startswith("hardware: gradient of")
-    assert results["poison"].cause == "data x state" and results["poison"].rewound_to is not None
+    assert set(results) == {"clean", "bit_flip"} and all(map(good, results.values()))
+    flip = results["bit_flip"]
+    assert flip.detected == flip.fired == 66 and flip.rewound_to is not None and flip.rewound_to < 66
+    assert flip.cause is not None and flip.cause.startswith("hardware: weight of blocks.3.feedforward.down")
     report = (place / "drill" / "report.html").read_text()
-    assert "poison" in report and "data:image/png;base64," in report
+    assert "bit_flip" in report and "data:image/png;base64," in report
     assert (place / "drill" / "report.png").read_bytes().startswith(b"\x89PNG")
 
 

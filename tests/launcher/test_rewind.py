@@ -38,11 +38,11 @@ def rewinding(run: Run, cursor: Cursor, to: int) -> Outcome:
         now = [part.tensor for part in run.engine.state()]
         assert all((a == b).all() for a, b in zip(state, now, strict=True)), "changed before it was announced"
 
-    cursor = run.rewinder.rewind(before, to, SKIP, announce=announce)
+    cursor = run.responder.rewinder.rewind(before, to, SKIP, announce=announce)
     source = "memory" if to >= 6 else str(run.checkpoints.directory / "step-00000004")
     assert told == [(cursor.step, source)]
     assert (cursor.attempt, cursor.skipped) == (9, (SKIP,))
-    assert run.rewinder.past == [Rewind(9, cursor.step)]
+    assert run.responder.rewinder.past == [Rewind(9, cursor.step)]
     return loop(run, cursor)
 
 
