@@ -144,9 +144,8 @@ def _train(settled: Plan, mesh: Mesh, directory: RunDirectory, deadline: float |
     acceptor = _Acceptor(settled, prepared)
     restored = checkpoints.restore(engine, config.resume, rewinds=past, accept=acceptor)
     cursor, budget = applied_again(restored.cursor if restored else Cursor(), rewound)
-    directory.begin(
-        config, rank=mesh.world.rank, step=cursor.step, extra={"device": device_name(mesh.device)}
-    )
+    facts = {"device": device_name(mesh.device)}
+    directory.begin(config, rank=mesh.world.rank, step=cursor.step, extra=facts)
     metrics = _metrics(settled, directory, restored, cursor, rank=mesh.world.rank)
     cursor = dataclasses.replace(cursor, attempt=exchange.share(metrics.attempt))
     extra = {"data": prepared.digest, "segment": metrics.segment}
