@@ -31,6 +31,7 @@ from conf.saved import is_file_error, one_line, to_yaml
 from conf.schema import accepts, complete, hints, plain, unions
 from conf.typed import InvalidConfiguration, Problem, parse, unknown_key
 
+EXPERIMENT = "experiment"  # the group whose files change the whole tree
 BLANK = "_blank"  # the primary configuration when a saved one is given: no presets of its own
 
 # Hydra writes nothing and logs nothing of its own; the directory of a run is ours.
@@ -179,8 +180,12 @@ class Composer:
         self.hydra = Hydra(task_name="megamodel", config_loader=self.loader)
 
     def options(self, group: str) -> list[str]:
-        """The presets of a group."""
-        return self.loader.get_group_options(group)
+        """The presets of a group; of experiments, those in folders too."""
+        found = self.loader.get_group_options(group)
+        if group.split("/")[0] == EXPERIMENT:
+            for folder in sorted(set(self.loader.list_groups(group))):
+                found += [f"{folder}/{name}" for name in self.options(f"{group}/{folder}")]
+        return found
 
     @functools.cached_property
     def groups(self) -> list[str]:
@@ -191,7 +196,7 @@ class Composer:
         found: list[str] = []
         for name in sorted(set(self.loader.list_groups(parent))):
             group = f"{parent}/{name}" if parent else name
-            if group == "experiment" or accepts(self.root, group.replace("/", ".")):
+            if group == EXPERIMENT or accepts(self.root, group.replace("/", ".")):
                 found += [group] if self.options(group) else []
                 found += self._groups(group)
         return found

@@ -114,6 +114,14 @@ COMMANDS: dict[str, Command] = {
             has_run=False,
         ),
         Command(
+            name="compare",
+            summary="runs side by side: what they differ in, losses, speed; one table, one plot",
+            config_name="bare",
+            root="launcher.compare:Compare",
+            function="launcher.compare:compare",
+            has_run=False,
+        ),
+        Command(
             name="drill",
             summary="rehearse: train a small model with faults on purpose, report what became of each",
             config_name="bare",

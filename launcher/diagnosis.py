@@ -20,21 +20,30 @@ from parallel.exchange import Exchange
 
 CLOSE = 1e-3  # relative difference of loss or norm that kernels on a GPU make by themselves
 WEIGHT = "weight"
+LARGEST = 3  # gradients of each rank that are recorded
 PERMANENT = "a fault that is always there would look the same"
 
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """sums (2, P) int64 of this rank's P parameters: of the weights before the attempt, of the gradients."""
+    """Of this rank's P parameters: sums (2, P) int64, of the weights before the attempt and of the gradients;
+    norms (P) of the gradients."""
 
     names: list[str]
     sums: Tensor
+    norms: Tensor
 
     @staticmethod
     def of(found: Sequence[tuple[str, Tensor, Tensor]]) -> "Fingerprint":
         weights = torch.stack([bits(weight) for _, weight, _ in found])
         gradients = torch.stack([bits(gradient) for _, _, gradient in found])
-        return Fingerprint([name for name, *_ in found], torch.stack((weights, gradients)).cpu())
+        norms = torch.stack([gradient.detach().float().norm() for _, _, gradient in found])
+        return Fingerprint([name for name, *_ in found], torch.stack((weights, gradients)).cpu(), norms.cpu())
+
+    def largest(self, count: int) -> list[list[Any]]:
+        """[name, norm] of the largest gradients, those that are no number first."""
+        order = torch.nan_to_num(self.norms, nan=torch.inf).argsort(descending=True)[:count].tolist()
+        return [[self.names[at], encoded(float(self.norms[at]))] for at in order]
 
     def differing(self, other: "Fingerprint") -> list[str]:
         """What differs, weights first: one that was changed shows in all gradients."""
@@ -105,9 +114,15 @@ def diagnose(
         if any(names) or not alike:
             return _hardware("what was recorded did not happen again", attempt, [one, two], names)
     last = attempts[-1]
+    own = exchange.everyone(first[-1].fingerprint.largest(LARGEST))
     return {
         "reason": f"data x state: attempt {last.number} computed twice again gives the same; {PERMANENT}",
         "cause": "data x state",
+        "largest_gradients": [
+            {"rank": rank, "parameter": name, "norm": norm}
+            for rank, found in enumerate(own)
+            for name, norm in found
+        ],
         **_numbers(last, [first[-1], second[-1]]),
     }
 

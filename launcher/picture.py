@@ -1,6 +1,7 @@
 """A PNG of loss curves with the verdicts on them, drawn with Pillow, which TensorBoard brings along."""
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,6 +14,7 @@ WIDTH, HEIGHT = 1100, 300  # pixels of a panel
 LEFT, RIGHT, TOP, BOTTOM = 64, 16, 34, 28  # of its margins
 MOST_PANELS = 200
 INK, FAINT, GRID, CURVE, RANGE = "#222222", "#777777", "#e4e4e4", "#3b6ea8", "#b9cde4"
+LINES = ("#3b6ea8", "#c5221f", "#2e8b57", "#e8710a", "#7b4fa6", "#8c6d31", "#d63384", "#17a2b8")
 COLOURS = {Kind.WARN: "#d9a400", Kind.SKIP: "#e8710a", Kind.REWIND: "#c5221f", Kind.STOP: "#000000"}
 
 
@@ -74,6 +76,7 @@ class Axes:
     y0: int
     steps: tuple[float, float]
     losses: tuple[float, float]
+    height: int = HEIGHT
 
     def x(self, step: float) -> float:
         low, high = self.steps
@@ -82,7 +85,7 @@ class Axes:
     def y(self, loss: float) -> float:
         low, high = self.losses
         share = (loss - low) / (high - low) if math.isfinite(loss) else 1.0
-        return self.y0 + HEIGHT - BOTTOM - min(max(share, 0.0), 1.0) * (HEIGHT - TOP - BOTTOM)
+        return self.y0 + self.height - BOTTOM - min(max(share, 0.0), 1.0) * (self.height - TOP - BOTTOM)
 
 
 def draw_panel(draw: ImageDraw.ImageDraw, panel: Panel, x0: int, y0: int) -> None:
@@ -113,7 +116,7 @@ def span(losses: np.ndarray) -> tuple[float, float]:
 
 def draw_grid(draw: ImageDraw.ImageDraw, axes: Axes) -> None:
     font = ImageFont.load_default(12)
-    bottom, right = axes.y0 + HEIGHT - BOTTOM, axes.x0 + WIDTH - RIGHT
+    bottom, right = axes.y0 + axes.height - BOTTOM, axes.x0 + WIDTH - RIGHT
     for value in ticks(*axes.losses):
         y = axes.y(value)
         draw.line((axes.x0 + LEFT, y, right, y), fill=GRID)
@@ -167,3 +170,40 @@ def draw_title(draw: ImageDraw.ImageDraw, panel: Panel, x0: int, y0: int) -> Non
         text, font = f"{count} {kind.name}", ImageFont.load_default(13)
         draw.text((x, y0 + 17), text, fill=COLOURS[kind], font=font, anchor="rm")
         x -= int(draw.textlength(text, font=font)) + 18
+
+
+def smoothed(values: np.ndarray) -> np.ndarray:
+    """A running mean over a fortieth of the curve; shorter at its ends."""
+    half = max(len(values) // 80, 1)
+    sums = np.concatenate(([0.0], np.cumsum(values)))
+    index = np.arange(len(values))
+    low, high = np.maximum(index - half, 0), np.minimum(index + half + 1, len(values))
+    return (sums[high] - sums[low]) / (high - low)
+
+
+def overlay(curves: Mapping[str, tuple[Sequence[int], Sequence[float]]]) -> Image.Image:
+    """Smoothed curves over each other in one panel, with their names below."""
+    font, line = ImageFont.load_default(14), 20
+    height = 2 * HEIGHT
+    image = Image.new("RGB", (WIDTH, height + line * len(curves) + BOTTOM), "white")
+    draw = ImageDraw.Draw(image)
+    drawn = {
+        name: (np.asarray(steps), smoothed(np.asarray(losses)))
+        for name, (steps, losses) in curves.items()
+        if losses
+    }
+    steps = np.concatenate([steps for steps, _ in drawn.values()])
+    # The first tenth of a run falls too far to leave room for the rest.
+    low = min(float(losses.min()) for _, losses in drawn.values())
+    high = max(float(losses[len(losses) // 10 :].max()) for _, losses in drawn.values())
+    room = max(0.05 * (high - low), 1e-6)
+    axes = Axes(0, 0, (float(steps.min()), float(steps.max())), (low - room, high + room), height)
+    draw_grid(draw, axes)
+    for number, (name, (own, losses)) in enumerate(drawn.items()):
+        colour = LINES[number % len(LINES)]
+        points = [(axes.x(float(s)), axes.y(float(v))) for s, v in zip(own, losses, strict=True)]
+        draw.line(points, fill=colour, width=2)
+        y = height + line * number + line // 2
+        draw.line((LEFT, y, LEFT + 30, y), fill=colour, width=4)
+        draw.text((LEFT + 40, y), name, fill=INK, font=font, anchor="lm")
+    return image

@@ -151,6 +151,9 @@ def test_each_event_says_what_why_and_where(poisoned: Path, place: Path) -> None
         assert 0 <= source["byte_start"] < source["byte_stop"] <= len(text)
     assert cause["event"] == "diagnosis" and cause["cause"] == "data x state"
     assert cause["replayed"] == [cause["recorded"]] * 2
+    norms = [entry["norm"] for entry in cause["largest_gradients"]]
+    assert len(norms) == 3 and norms == sorted(norms, reverse=True)
+    assert sum(norm**2 for norm in norms) < cause["recorded"]["norm"] ** 2
     (rewind,) = events(poisoned, "rewind")
     assert rewind["reason"].startswith("jump: loss +") and rewind["budget_left"] == 9
     assert rewind["snapshot"] == "memory" and rewind["lr_before"] > 0 and rewind["lr_after"] > 0

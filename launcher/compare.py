@@ -1,0 +1,219 @@
+"""The command `compare`: runs side by side in one table and one plot, and in which settings they differ."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.table import Table
+
+from conf.saved import read
+from conf.typed import config, parse, setting
+from launcher.curves import matching
+from launcher.failure import DONE
+from launcher.metrics import flattened
+from launcher.picture import overlay
+from megamodel.accounting import parameter_count
+from megamodel.config import Model
+
+LAST = 20  # updates that the training loss is averaged over
+WARM = 10  # first updates that do not count for the speed
+WIDTH = 200  # columns of the table in text
+OWN = ("run.", "resume", "data.cache")  # of every run its own: no difference that explains anything
+
+
+@config
+class Compare:
+    """Runs side by side."""
+
+    runs: list[str] = setting(
+        on_resume="free", help="directories of runs, or patterns: [runs/ablation-norm-*]"
+    )
+    plot: str | None = setting(None, on_resume="free", help="PNG to draw all training losses in")
+    format: Literal["text", "markdown", "json"] = setting(
+        "text", on_resume="free", help="text and markdown: a table; json: one object"
+    )
+
+    def __post_init__(self) -> None:
+        if not self.runs:
+            raise ValueError("runs must name at least one directory: runs=[runs/a, runs/b]")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One run. settings: those in which the runs differ; losses in nats per token, the held-out one also less
+    that of the first run."""
+
+    run: str
+    settings: dict[str, Any]
+    parameters: int
+    step: int
+    tokens: int
+    train_loss: float | None
+    held_out_loss: float | None
+    against_first: float | None
+    tokens_per_second: float | None
+    peak_bytes: int | None
+    skips: int
+    rewinds: int
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a run has left."""
+
+    path: Path
+    settings: dict[str, Any]
+    lines: list[dict[str, Any]]
+
+    @property
+    def applied(self) -> list[dict[str, Any]]:
+        """The line that counts of each step, in order."""
+        last = {line["step"]: line for line in self.lines if line["monitor/verdict"] < 2}
+        return [last[step] for step in sorted(last)]
+
+
+def compare(tree: Compare) -> int:
+    """Read the runs, print the table, draw the plot."""
+    records = [load(path) for path in matching(tree.runs)]
+    found = rows(records)
+    if tree.plot is not None:
+        draw(Path(tree.plot), records, found)
+    if tree.format == "json":
+        print(json.dumps({"runs": [asdict(row) for row in found]}))
+    elif tree.format == "markdown":
+        print(markdown(found))
+    else:
+        console = Console()
+        console.width = max(console.width, WIDTH)
+        console.print(table(found))
+    return DONE
+
+
+def load(path: Path) -> Record:
+    """ValueError when it is not the directory of a run that has trained."""
+    settings, metrics = path / "config.yaml", path / "metrics.jsonl"
+    if not settings.exists() or not metrics.exists():
+        raise ValueError(f"{path} is not the directory of a run: it has no config.yaml or no metrics.jsonl")
+    text = metrics.read_text(encoding="utf-8")
+    whole = text[: text.rfind("\n") + 1].splitlines()  # a run that goes on may be writing its last line
+    record = Record(path, read(settings), [json.loads(line) for line in whole])
+    if not record.applied:
+        raise ValueError(f"{path} has no update on record; leave it out")
+    return record
+
+
+def differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Paths whose values are not the same in all configurations; a missing one counts as another value."""
+    flat = [flattened(each) for each in settings]
+    paths = dict.fromkeys(path for each in flat for path in each)
+    return [
+        path
+        for path in paths
+        if not path.startswith(OWN) and len({json.dumps(each.get(path, "-")) for each in flat}) > 1
+    ]
+
+
+def rows(records: Sequence[Record]) -> list[Row]:
+    paths = differing([record.settings for record in records])
+    found: list[Row] = []
+    for record in records:
+        flat, applied = flattened(record.settings), record.applied
+        evaluated = [line["loss/eval"] for line in applied if isinstance(line.get("loss/eval"), float)]
+        loss = evaluated[-1] if evaluated else None
+        first = found[0].held_out_loss if found else loss
+        losses = [line["loss/train"] for line in applied[-LAST:] if isinstance(line["loss/train"], float)]
+        speeds = [line["speed/tokens_per_second"] for line in applied[WARM:]]
+        verdicts = [line["monitor/verdict"] for line in record.lines]
+        found.append(
+            Row(
+                run=record.path.name,
+                settings={path: flat.get(path, "-") for path in paths},
+                parameters=parameter_count(parse(Model, record.settings["model"])),
+                step=applied[-1]["step"],
+                tokens=applied[-1]["tokens/total"],
+                train_loss=fmean(losses) if losses else None,
+                held_out_loss=loss,
+                against_first=None if loss is None or first is None else loss - first,
+                tokens_per_second=median(speeds) if speeds else None,
+                peak_bytes=max((line.get("memory/peak_bytes", 0) for line in applied), default=None),
+                skips=verdicts.count(2),
+                rewinds=verdicts.count(3),
+            )
+        )
+    return found
+
+
+def cells(found: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+    """Headings and cells; a heading is as much of a path as tells it from the others."""
+    paths = list(found[0].settings)
+    heads = [
+        "run",
+        *shortened(paths),
+        "parameters",
+        "updates",
+        "train loss",
+        "held-out loss",
+        "against first",
+    ]
+    heads += ["tokens/s", "skips", "rewinds"]
+    body = [
+        [
+            row.run,
+            *("null" if value is None else str(value) for value in row.settings.values()),
+            f"{row.parameters:,}",
+            f"{row.step:,}",
+            number(row.train_loss, ".4f"),
+            number(row.held_out_loss, ".4f"),
+            number(row.against_first, "+.4f"),
+            number(row.tokens_per_second, ",.0f"),
+            str(row.skips),
+            str(row.rewinds),
+        ]
+        for row in found
+    ]
+    return heads, body
+
+
+def shortened(paths: Sequence[str]) -> list[str]:
+    """The last parts of dotted paths, as few as are needed."""
+    parts = [path.split(".") for path in paths]
+    count = 1
+    while len({tuple(p[-count:]) for p in parts}) < len(parts):
+        count += 1
+    return [".".join(p[-count:]) for p in parts]
+
+
+def number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def table(found: Sequence[Row]) -> Table:
+    heads, body = cells(found)
+    made = Table(*heads, box=None)
+    for line in body:
+        made.add_row(*line)
+    return made
+
+
+def markdown(found: Sequence[Row]) -> str:
+    heads, body = cells(found)
+    lines = [heads, ["---"] * len(heads), *body]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def draw(path: Path, records: Sequence[Record], found: Sequence[Row]) -> None:
+    """Training loss by step of all runs, each named by what it differs in."""
+    curves = {}
+    for record, row in zip(records, found, strict=True):
+        values = ", ".join(str(value) for value in row.settings.values())
+        points = [(line["step"], line["loss/train"]) for line in record.applied]
+        points = [(step, loss) for step, loss in points if isinstance(loss, float)]
+        curves[f"{row.run}  {values}"] = ([s for s, _ in points], [loss for _, loss in points])
+    try:
+        overlay(curves).save(path, format="PNG", optimize=True)
+    except OSError as error:
+        raise ValueError(f"plot={path} cannot be written: {error}") from None
