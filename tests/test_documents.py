@@ -36,9 +36,29 @@ def test_the_overrides_of_the_readme_are_accepted(line: str) -> None:
     overrides = [w for w in words if "=" in w and not w.startswith(("--", "config="))]
     root = COMMANDS[name].load_root()
     composer = Composer(root, COMMANDS[name].config_name)
-    request = composer.request(overrides, sweep=False)
-    tree = composer.typed(composer.compose(request.overrides), request.problems)
-    assert isinstance(tree, root)
+    sweep = "-m" in words
+    request = composer.request(overrides, sweep=sweep)
+    if sweep:
+        trees = composer.multirun(request.overrides, composer.typed)
+        assert not request.problems and len(trees) > 1
+    else:
+        trees = [composer.typed(composer.compose(request.overrides), request.problems)]
+    assert all(isinstance(tree, root) for tree in trees)
+
+
+ABLATIONS = sorted(
+    path.stem for path in (ROOT / "conf/experiment/ablation").glob("*.yaml") if path.stem != "base"
+)
+
+
+@pytest.mark.parametrize("name", ABLATIONS)
+def test_every_variant_of_an_ablation_composes(name: str) -> None:
+    composer = Composer(Config, "config")
+    request = composer.request([f"experiment=ablation/{name}"], sweep=True)
+    trees = composer.multirun(request.overrides, composer.typed)
+    assert len(trees) > 1 and {tree.run.name for tree in trees} == {f"ablation-{name}"}
+    different = {str((tree.model, tree.optim, tree.schedule)) for tree in trees}
+    assert len(different) == len(trees), "two variants are the same"
 
 
 def test_make_targets_of_the_readme_exist() -> None:

@@ -19,7 +19,7 @@ from parallel.engine import Engine, Signals
 from parallel.mesh import build_mesh
 from parallel.piece import pieces_of
 from parallel.tensor import TensorParallel, VocabularyShard
-from tests.parallel.variants import VARIANTS
+from tests.parallel.variants import EVERY
 
 WEIGHT_DECAY = 0.1
 
@@ -78,7 +78,7 @@ def settings(case: Case) -> Model:
         "z_loss": case.z_loss,
         "dropout": {"embedding": drop, "attention": drop, "residual": drop},
     }
-    return parse(Model, usual | VARIANTS[case.variant])
+    return parse(Model, usual | EVERY[case.variant])
 
 
 def global_batch(case: Case, step: int) -> Batch:

@@ -93,3 +93,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "feedforward": {"d_ff": 48, "bias": True, "clamp": 2.0},
     },
 }
+
+# All layers share one table, which must stand on one stage: pipelines are refused.
+ONE_STAGE: dict[str, dict[str, Any]] = {
+    "T5 buckets, one table": position("buckets", buckets=8, max_distance=12, shared=True)
+}
+EVERY = VARIANTS | ONE_STAGE
