@@ -130,6 +130,7 @@ class Manager:
         self._slot, self._writer = Slot() if config.background else None, Writer()
         self._ring = Ring(config.snapshots if config.snapshot_every else 0)
         self._source: Snapshot | None = None  # of the save that is being written
+        self._condemned: set[int] = set()  # saved steps that a rewind has undone; known on rank 0
         self._losses: dict[int, float | None] = {}  # held-out loss of saved steps, as far as known
         self._stall: float | None = None
         self._written: list[Written] = []
@@ -152,14 +153,21 @@ class Manager:
         return store.latest(self.files, self.directory)
 
     def save(
-        self, engine: Engine, cursor: Cursor, extra: dict[str, Any], *, protect: Iterable[int] = ()
+        self,
+        engine: Engine,
+        cursor: Cursor,
+        extra: dict[str, Any],
+        *,
+        protect: Iterable[int] = (),
+        trusted: int | None = None,
     ) -> Path:
         """Write the state after cursor.step updates to the path that is returned.
 
         It is complete and pointed to when this returns; in the background: when `wait` does, and this returns
         once the state is copied. A save that is still being written is waited for first.
         extra: plain JSON (schedule, monitor), non-finite numbers as strings. protect: steps that stay
-        whatever the configuration says. On failure every rank raises and the checkpoint before stays.
+        whatever the configuration says; trusted: so do the newest one of at most so many steps and the next
+        one, which will be trusted in its place. On failure every rank raises and the checkpoint before stays.
         """
         start = time.perf_counter()
         self.wait()
@@ -171,9 +179,9 @@ class Manager:
         self._source = held
         stay = list(protect)
         if self._slot:
-            self._writer.start(lambda: self._write(snapshot, stay))
+            self._writer.start(lambda: self._write(snapshot, stay, trusted))
         else:
-            self._write(snapshot, stay)
+            self._write(snapshot, stay, trusted)
         self.stall_seconds = time.perf_counter() - start
         self._stall = self.stall_seconds + (self._stall or 0.0)
         return self.directory / store.step_name(cursor.step)
@@ -186,7 +194,16 @@ class Manager:
         """Raise what a background save raised, without waiting for one: for every step of the loop."""
         self._writer.check()
 
-    def _write(self, snapshot: Snapshot, protect: list[int]) -> None:
+    def save_copy(self, to: int) -> Path | None:
+        """Write the newest copy in memory of at most `to` updates, unless there is none or it is saved."""
+        self.wait()
+        snapshot = self._ring.at_or_before(to)
+        if snapshot is None or snapshot.cursor.step in self.saved():
+            return None
+        self._write(snapshot, [], to)
+        return self.directory / store.step_name(snapshot.cursor.step)
+
+    def _write(self, snapshot: Snapshot, protect: list[int], trusted: int | None) -> None:
         start = time.perf_counter()
         rank, root, step = self._exchange.rank, self.directory, snapshot.cursor.step
         prepared = self._on_main(lambda: store.prepare(self.files, root, step))
@@ -203,7 +220,8 @@ class Manager:
         self._on_main(lambda: store.commit(self.files, root, draft, self._manifest(snapshot, told)))
         if rank == 0:
             self._losses[step] = held_out_loss(snapshot.extra)
-            self._prune(step, protect)
+            self._condemned.discard(step)
+            self._prune(step, protect, trusted)
         self.write_seconds = time.perf_counter() - start
         size = sum(t["file"]["bytes"] for t in told if t["file"])
         self._written.append(Written(path, self.write_seconds, size))
@@ -228,10 +246,14 @@ class Manager:
             pieces=tuple(manifests.typed(Entry, piece) for t in told for piece in t["pieces"]),
         )
 
-    def _prune(self, newest: int, protect: Iterable[int]) -> None:
+    def _prune(self, newest: int, protect: Iterable[int], trusted: int | None) -> None:
         config = self._config
         try:
             present = store.steps(self.files, self.directory)
+            sound = sorted(set(present) - self._condemned)
+            if trusted is not None:
+                good = [step for step in sound if step <= trusted]
+                protect = [*protect, *good[-1:], *sound[len(good) :][:1]]
             stay = kept(
                 present,
                 newest=newest,
@@ -350,10 +372,13 @@ class Manager:
 
         A save that is being written is waited for.
         """
+        return sorted({*self.saved(rewinds), *self._ring.steps})
+
+    def saved(self, rewinds: Iterable[Rewind] = ()) -> list[int]:
+        """The same, of those on disk alone."""
         self.wait()
         choices = self._reading.choices(lambda: choose.newest(self.files, self.directory, rewinds))
-        saved = {store.step_of(Path(path).name) for path, _ in choices.paths}
-        return sorted({step for step in saved if step is not None} | set(self._ring.steps))
+        return sorted(_step_of(path) for path, _ in choices.paths)
 
     def rewind(
         self,
@@ -371,6 +396,12 @@ class Manager:
         """
         self.wait()
         snapshot = self._ring.at_or_before(to)
+        choices = self._reading.choices(
+            lambda: choose.newest(self.files, self.directory, rewinds, at_most=to)
+        )
+        newer = [path for path in choices.paths if snapshot and _step_of(path[0]) > snapshot.cursor.step]
+        if newer:
+            snapshot, choices = None, replace(choices, paths=newer)
         told = self._exchange.everyone(snapshot and snapshot.cursor.step)
         if len(set(told)) > 1:
             raise RuntimeError(f"the ranks hold snapshots of different steps: {told}")
@@ -379,16 +410,25 @@ class Manager:
             announce(rewound)
             load.put(parts(engine), [part.tensor for part in snapshot.state])
             engine.load_done(snapshot.optimizer_step)
-            self._ring.forget_after(to)
+            self._undone(snapshot.cursor.step)
             return rewound
-        choices = self._reading.choices(
-            lambda: choose.newest(self.files, self.directory, rewinds, at_most=to)
-        )
         found = self._load(engine, self._reading, choices, announce=announce)
         if found is None:
             raise ValueError(f"there is no snapshot and no checkpoint of at most {to} steps to go back to")
-        self._ring.forget_after(to)
+        self._undone(found.manifest.step)
         return Rewound(found.manifest.cursor, found.manifest.extra, str(found.path))
+
+    def _undone(self, step: int) -> None:
+        """What is of more than `step` updates belongs to a past that is given up."""
+        self._ring.forget_after(step)
+        if self._exchange.rank == 0:
+            self._condemned |= {s for s in store.steps(self.files, self.directory) if s > step}
+
+
+def _step_of(path: str) -> int:
+    step = store.step_of(Path(path).name)
+    assert step is not None
+    return step
 
 
 def _refuse_unknown(found: Found, names: set[tuple[str, str]]) -> None:

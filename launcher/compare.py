@@ -72,7 +72,14 @@ class Record:
     @property
     def applied(self) -> list[dict[str, Any]]:
         """The line that counts of each step, in order."""
-        last = {line["step"]: line for line in self.lines if line["monitor/verdict"] < 2}
+        last: dict[int, dict[str, Any]] = {}
+        segment = 0
+        for line in self.lines:
+            if line["segment"] > segment:  # a rewind or a resume: what was beyond it is undone
+                segment = line["segment"]
+                last = {step: kept for step, kept in last.items() if step < line["step"]}
+            if line["monitor/verdict"] < 2:
+                last[line["step"]] = line
         return [last[step] for step in sorted(last)]
 
 
@@ -110,11 +117,15 @@ def differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
     """Paths whose values are not the same in all configurations; a missing one counts as another value."""
     flat = [flattened(each) for each in settings]
     paths = dict.fromkeys(path for each in flat for path in each)
-    return [
+    found = [
         path
         for path in paths
         if not path.startswith(OWN) and len({json.dumps(each.get(path, "-")) for each in flat}) > 1
     ]
+    # What only one kind of a thing has says nothing beside the kind.
+    kinds = tuple(path.removesuffix("kind") for path in found if path.endswith(".kind"))
+    own = [path for path in found if path.startswith(kinds) and not all(path in each for each in flat)]
+    return [path for path in found if path not in own]
 
 
 def rows(records: Sequence[Record]) -> list[Row]:

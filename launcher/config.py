@@ -193,6 +193,11 @@ def plan(tree: Config, *, world_size: int, cuda: bool) -> Plan:
         steps = updates(tree.train.tokens, step_tokens)
     rate = resolve(tree.schedule, peak=tree.optim.lr, steps=steps, step_tokens=step_tokens)
     precision = tree.train.precision or ("bf16" if cuda else "fp32")
+    for fault in tree.faults:
+        ranks = data_size if fault.kind == "tokens" else world_size
+        if fault.rank >= ranks:
+            what = "data ranks" if fault.kind == "tokens" else "processes"
+            raise ValueError(f"faults: {fault.kind} on rank {fault.rank}, but there are {ranks} {what}")
     directory = run_directory(tree)
     settled = dataclasses.replace(
         tree,

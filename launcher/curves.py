@@ -48,8 +48,8 @@ def observations(path: Path) -> Iterator[Observation]:
 
 def opened(path: Path) -> TextIO:
     if path.suffix == ".gz":
-        return gzip.open(path, "rt", encoding="utf-8", newline="")
-    return open(path, encoding="utf-8", newline="")
+        return gzip.open(path, "rt", encoding="utf-8-sig", newline="")
+    return open(path, encoding="utf-8-sig", newline="")
 
 
 def from_csv(path: Path) -> Iterator[Observation]:

@@ -47,12 +47,13 @@ class Fingerprint:
 
     def differing(self, other: "Fingerprint") -> list[str]:
         """What differs, weights first: one that was changed shows in all gradients."""
-        return [
-            f"{what} of {name}"
-            for what, row, its in zip((WEIGHT, "gradient"), self.sums, other.sums, strict=True)
-            for name, equal in zip(self.names, (row == its).tolist(), strict=True)
-            if not equal
-        ]
+        found = []
+        for what, row, its in zip((WEIGHT, "gradient"), self.sums, other.sums, strict=True):
+            own = dict(zip(self.names, row.tolist(), strict=True))
+            others = dict(zip(other.names, its.tolist(), strict=True))
+            # One that only one of them has got no gradient in the other, such as an expert without tokens.
+            found += [f"{what} of {name}" for name in own | others if own.get(name) != others.get(name)]
+        return found
 
 
 def bits(tensor: Tensor) -> Tensor:
@@ -91,17 +92,27 @@ def diagnose(
     *,
     feed: Callable[[Cursor], list[Batch]],
     restore: Callable[[], None],
+    asked: Callable[[], int] = lambda: 0,
 ) -> dict[str, Any]:
     """What is found, as plain JSON, equal on every rank. Collective.
 
     attempts: from the state that `restore` gives up to the one in question. feed: the micro-batches of this
-    data rank at a cursor. The state is `restore`'s again when this returns.
+    data rank at a cursor. The state is `restore`'s again when this returns. asked: whether this process is to
+    stop, which ends the search.
     """
     exact = engine.mesh.device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
-    first = _replay(engine, attempts, feed)
-    restore()
-    second = _replay(engine, attempts, feed)
-    restore()
+
+    def interrupted() -> bool:
+        return any(exchange.everyone(asked()))
+
+    try:
+        first = _replay(engine, attempts, feed, interrupted)
+        restore()
+        second = _replay(engine, attempts, feed, interrupted)
+    except _Interrupted:
+        return {"cause": "unknown", "reason": "the run was to stop before the cause was found"}
+    finally:
+        restore()
     for attempt, one, two in zip(attempts, first, second, strict=True):
         apart = one.fingerprint.differing(two.fingerprint) if exact else []
         names = exchange.everyone(apart)
@@ -155,11 +166,20 @@ def _numbers(attempt: Attempt, again: list[_Again]) -> dict[str, Any]:
     }
 
 
+class _Interrupted(Exception):
+    """This process, or another one, is to stop."""
+
+
 def _replay(
-    engine: Engine, attempts: Sequence[Attempt], feed: Callable[[Cursor], list[Batch]]
+    engine: Engine,
+    attempts: Sequence[Attempt],
+    feed: Callable[[Cursor], list[Batch]],
+    interrupted: Callable[[], bool],
 ) -> list[_Again]:
     done = []
     for attempt in attempts:
+        if interrupted():
+            raise _Interrupted
         taken: list[Fingerprint] = []
 
         def judge(signals: Signals, applied: bool = attempt.applied) -> bool:

@@ -4,29 +4,59 @@ import json
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from torch.utils.tensorboard.writer import SummaryWriter
 
 from launcher.metrics import encoded
+from launcher.recovery import Budget
 from launcher.rundirectory import RunDirectory, naming
 from megamodel.data.batch import Cursor
 
 FILE = "events.jsonl"
+BUDGET = {entry.name for entry in fields(Budget)}
 
 
 def records(file: Path) -> Iterator[dict[str, Any]]:
-    """The events of a run in order; an unfinished last line does not count."""
+    """The events of a run in order; an unfinished last line does not count.
+
+    ValueError names a line that is no event, or lacks what its kind must have: what it told of a rewind would
+    be forgotten.
+    """
     if not file.exists():
         return
-    for line in file.read_bytes().splitlines(keepends=True):
+    for number, line in enumerate(file.read_bytes().splitlines(keepends=True), 1):
+        if not line.endswith(b"\n"):
+            return
         try:
-            record = json.loads(line) if line.endswith(b"\n") else None
+            record = json.loads(line)
         except ValueError:
-            continue
-        if isinstance(record, dict):
-            yield record
+            record = None
+        fault = _fault(record) if isinstance(record, dict) else "is no JSON object"
+        if fault:
+            raise ValueError(f"{file}, line {number} {fault}; repair it, or start in another run.dir")
+        assert isinstance(record, dict)
+        yield record
+
+
+def _fault(record: dict[str, Any]) -> str:
+    """What an event lacks for going on from it; empty when nothing."""
+    kind = record.get("event")
+    if kind == "fault" and not isinstance(record.get("fault"), dict):
+        return "is a fault without its description"
+    if kind not in ("rewind", "stop"):
+        return ""
+    skipped, budget = record.get("skipped", [0, 0]), record.get("budget")
+    numbers = [record.get("attempt"), *(skipped if isinstance(skipped, list) else [None])]
+    if kind == "rewind" or "snapshot_step" in record:
+        numbers.append(record.get("snapshot_step"))
+    if not all(isinstance(n, int) for n in numbers) or len(skipped) != 2:
+        return f"is a {kind} without attempt, snapshot_step or skipped: [first, stop)"
+    if budget is not None and (not isinstance(budget, dict) or set(budget) != BUDGET):
+        return f"is a {kind} with a budget that is not {sorted(BUDGET)}"
+    return ""
 
 
 class Events:

@@ -79,7 +79,7 @@ class Faults:
     def gradients(self, cursor: Cursor, found: list[tuple[str, Tensor, Tensor]], *, rank: int) -> None:
         """Spoil this rank's own gradients, in place."""
         if any(f.rank == rank for f in self.acting(cursor, "nan_gradient")):
-            inner = [gradient for name, _, gradient in found if name.startswith("blocks.")]
+            inner = [g for name, _, g in found if name.startswith("blocks.")] or [g for *_, g in found]
             max(inner, key=lambda gradient: gradient.numel()).view(-1)[0] = SPOILT
 
     def weights(self, cursor: Cursor, engine: Engine) -> None:
@@ -92,7 +92,7 @@ class Faults:
             return
         if any(fault.rank == engine.mesh.world.rank for fault in flips):
             masters = [part for part in engine.state() if part.kind == "master"]
-            inner = [part for part in masters if part.piece.name.startswith("blocks.")]
+            inner = [part for part in masters if part.piece.name.startswith("blocks.")] or masters
             largest = max(reversed(inner), key=lambda part: part.tensor.numel()).tensor
             largest.data.view(torch.int32)[0] ^= 1 << HIGHEST_EXPONENT_BIT
         engine.load_done(engine.optimizer_step)

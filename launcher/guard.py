@@ -24,13 +24,12 @@ KEY = "monitor"  # in a checkpoint's `extra`
 
 @dataclass
 class Guard:
-    """Equal on every rank. saved: steps of the checkpoints that may be gone back to."""
+    """Equal on every rank."""
 
     settings: Monitor
     history: History = field(default_factory=History)
     trail: Trail = field(default_factory=Trail)
     budget: Budget = field(default_factory=Budget)
-    saved: list[int] = field(default_factory=list)
     verdict: Verdict | None = None  # on the attempt that runs or has just run
     kind: Kind = Kind.OK  # what of it is carried out
     _step: int = 0
@@ -57,10 +56,15 @@ class Guard:
         return self.budget.lr_factor_at(step)
 
     @property
-    def protected(self) -> list[int]:
-        """Steps of checkpoints that must stay: the newest good one, and the one last gone back to."""
-        good = [step for step in self.saved if step <= trusted_step(self.history)]
-        return [*good[-1:], self.budget.snapshot]
+    def trusted(self) -> int:
+        """The newest step whose state is beyond suspicion."""
+        return trusted_step(self.history)
+
+    @property
+    def suspects(self) -> bool:
+        """Whether something has begun that may turn out to last."""
+        tracks = (self.history.loss, self.history.norm)
+        return bool(self.history.non_finite) or any(track.rising for track in tracks)
 
     def as_json(self) -> dict[str, Any]:
         """For a checkpoint's `extra`."""

@@ -19,6 +19,7 @@ from launcher.track import Limits, Reading, Rise, Track, drift_size, follow, is_
 EPISODE = 50  # attempts without WARN that end an episode
 REPEAT = 40  # attempts between two WARN of one episode
 MOST_SKIPPED = 50  # attempts in a row without an update, after which a run gives up
+MOST_MARGIN = 1000
 NEWS = 2000  # attempts for which the same level is not reported again
 RECENT = 16  # attempts in which non-finite ones count together
 FIRST = 32  # values that say where a run started
@@ -94,6 +95,10 @@ class Monitor:
         for name in counts:
             if getattr(self, name) < 0:
                 raise ValueError(f"monitor.{name} ({getattr(self, name)}) must be 0 or more")
+        if self.margin_steps > MOST_MARGIN:
+            raise ValueError(
+                f"monitor.margin_steps ({self.margin_steps}) must be at most {MOST_MARGIN}; 4 is usual"
+            )
         for name in ("rise", "drift", "outlier", "alarm"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"monitor.{name} ({getattr(self, name)}) must be above 0")

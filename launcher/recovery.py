@@ -152,12 +152,16 @@ def plan_recovery(
 
 def choose(snapshots: Sequence[int], onset: int, margin: int, *, before: int | None) -> int | None:
     """The newest snapshot from before the margin, and before the one that did not help; else the oldest one
-    from before the onset; None without any."""
-    good = [step for step in snapshots if step < onset]
+    from before the onset, or the one that did not help; None without any.
+
+    The loss of an update is of the weights before it: what began at the onset may be in step onset - 1.
+    """
+    good = [step for step in snapshots if step < onset - 1]
     clear = [step for step in good if step < onset - margin]
     further = [step for step in clear if before is None or step < before]
     if further:
         return max(further)
-    if before is not None and good:
-        return min(good)
+    if before is not None:
+        again = before if before in snapshots and before < onset else None
+        return min(good, default=again)
     return max(clear, default=min(good, default=None))

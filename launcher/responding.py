@@ -5,9 +5,9 @@ Every method is a collective: all ranks come to the same verdict at the same att
 
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, NoReturn
 
 from checkpoints.manager import Rewound
 from launcher.config import Plan
@@ -18,7 +18,7 @@ from launcher.guard import KEY, Guard
 from launcher.metrics import encoded
 from launcher.monitor import Kind
 from launcher.recovery import Plan as Recovery
-from launcher.recovery import plan_recovery
+from launcher.recovery import choose, plan_recovery
 from launcher.rewind import Rewinder
 from megamodel.data.batch import Batch, Cursor
 from megamodel.data.loader import LoadedStep, Loader
@@ -52,6 +52,7 @@ class Responder:
     started: int
     tokenizer: Tokenizer | None = None
     journal: deque[Attempt] = field(default_factory=lambda: deque(maxlen=JOURNAL))
+    asked: Callable[[], int] = lambda: 0  # whether this process is to stop: ends a diagnosis
     _skipping: bool = False
 
     def decide(self, cursor: Cursor) -> tuple[Kind, Recovery | None]:
@@ -106,8 +107,8 @@ class Responder:
         lr = {"lr_before": self.journal[-1].lr}
         facts |= {"alarm": before.step + 1, "worst": self._worst(fed), **lr}
         if recovery.kind == Kind.STOP:
-            self._stop(before, after, facts | {"reason": recovery.reason, "budget_left": recovery.left})
-            raise MonitorStop(f"stopped by the monitor at step {before.step + 1}: {recovery.reason}")
+            more = {"reason": recovery.reason, "budget_left": recovery.left}
+            self._stop(before, after, facts | more, below=facts["onset"])
         return self._rewind(before, after, facts, recovery)
 
     def fire(self, cursor: Cursor, fed: LoadedStep) -> None:
@@ -166,7 +167,6 @@ class Responder:
 
         cursor = rewinder.rewind(after, recovery.snapshot, (start, stop), announce=announce)
         guard.restore({KEY: told[0].extra.get(KEY)}, budget.as_json())
-        guard.saved = [step for step in guard.saved if step <= cursor.step]
         self._tell(
             before,
             "REWIND",
@@ -183,15 +183,26 @@ class Responder:
         self._diagnose(before, since if whole else [], restore=restore)
         return cursor
 
-    def _stop(self, before: Cursor, after: Cursor, facts: dict[str, Any]) -> None:
-        """Record the end, and save the newest good state if it is in memory alone."""
+    def give_up(self, before: Cursor, after: Cursor, attempts: int) -> NoReturn:
+        """End a run that makes no update any more."""
+        reason = f"{attempts} attempts in a row applied no update"
+        self._stop(before, after, {"reason": reason}, below=self.guard.trusted + 1)
+
+    def _stop(self, before: Cursor, after: Cursor, facts: dict[str, Any], *, below: int) -> NoReturn:
+        """Record the end; save the newest good state, from before the step `below`, if only memory has it."""
         guard, rewinder = self.guard, self.rewinder
         steps = rewinder.checkpoints.restorable(rewinder.past)
-        good = max((step for step in steps if step < facts["onset"]), default=None)
+        last = guard.budget.snapshot  # of the last rewind: as good as any that is left
+        good = choose(steps, below, guard.settings.margin_steps, before=None)
+        good = last if good is None and last in steps else good
         facts |= {"snapshot_step": good, "budget": guard.budget.as_json()}
         together(self.exchange, lambda: self._write("stop", before, **facts))
-        if good is None or good in guard.saved:
-            return
+        if good is not None and good not in rewinder.checkpoints.saved(rewinder.past):
+            self._save_good(before, after, good)
+        raise MonitorStop(f"stopped by the monitor at step {before.step + 1}: {facts['reason']}")
+
+    def _save_good(self, before: Cursor, after: Cursor, good: int) -> None:
+        guard, rewinder = self.guard, self.rewinder
         cursor = rewinder.rewind(after, good, None)
         guard.restore(rewinder.extra, guard.budget.as_json())
         path = rewinder.checkpoints.save(rewinder.engine, cursor, {**rewinder.extra, KEY: guard.as_json()})
@@ -203,7 +214,14 @@ class Responder:
         if most == 0:
             return
         if 0 < len(attempts) <= most:
-            found = diagnose(self.rewinder.engine, self.exchange, attempts, feed=self._feed, restore=restore)
+            found = diagnose(
+                self.rewinder.engine,
+                self.exchange,
+                attempts,
+                feed=self._feed,
+                restore=restore,
+                asked=self.asked,
+            )
         elif attempts:
             reason = f"{len(attempts)} attempts since the snapshot, monitor.diagnose_attempts is {most}"
             found = {"cause": "unknown", "reason": reason}

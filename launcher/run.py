@@ -149,7 +149,7 @@ def _train(settled: Plan, mesh: Mesh, directory: RunDirectory, deadline: float |
     metrics = _metrics(settled, directory, restored, cursor, rank=mesh.world.rank)
     cursor = dataclasses.replace(cursor, attempt=exchange.share(metrics.attempt))
     extra = {"data": prepared.digest, "segment": metrics.segment}
-    guard = Guard(config.monitor, saved=checkpoints.restorable(past))
+    guard = Guard(config.monitor)
     guard.restore(restored.extra if restored else {}, budget)
     responder = Responder(
         settled,
@@ -179,7 +179,7 @@ def _train(settled: Plan, mesh: Mesh, directory: RunDirectory, deadline: float |
         deadline=deadline,
     )
     try:
-        _introduce(run, prepared, cursor, acceptor.changed)
+        _introduce(run, prepared, cursor, acceptor.changed, restored)
         outcome = loop(run, cursor)
     finally:
         run.close()
@@ -190,9 +190,14 @@ def _train(settled: Plan, mesh: Mesh, directory: RunDirectory, deadline: float |
     exchange.everyone(None)  # leave together
 
 
-def _introduce(run: Run, prepared: Prepared, cursor: Cursor, changed: list[Difference]) -> None:
+def _introduce(
+    run: Run, prepared: Prepared, cursor: Cursor, changed: list[Difference], restored: Restored | None
+) -> None:
     """What is about to be done, and what is unwise about it."""
     settled, mesh = run.plan, run.engine.mesh
+    if restored:
+        reason = f"from {restored.path}, saved at layout {restored.layout}"
+        run.responder.events.write("resume", cursor, attempt=cursor.attempt, step=cursor.step, reason=reason)
     host_bytes = run.checkpoints.host_bytes(run.engine)
     run.metrics.note(beginning(settled, mesh, run.engine.bounds, prepared, cursor, host_bytes=host_bytes))
     if not prevention(settled.config) and mesh.is_main:

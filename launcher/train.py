@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from checkpoints.keeping import HELD_OUT_LOSS
-from checkpoints.manager import Costs, Manager
+from checkpoints.manager import Manager
 from launcher.config import Plan
 from launcher.diagnosis import Fingerprint
 from launcher.evaluate import HeldOutLoss, evaluate
@@ -73,6 +73,7 @@ def train(run: Run, cursor: Cursor) -> Outcome:
     if settings.checkpoint.snapshot_every and cursor.step < plan.steps:
         run.checkpoints.snapshot(run.engine, cursor, _extra(run))  # so that there is always one to go back to
     with stop_signals(run.deadline) as stop, GarbageCollection(settings.run.garbage_collect_every) as garbage:
+        run.responder.asked = stop.asked
         while cursor.step < plan.steps:
             stage = plan.batches.at(cursor.step)
             fed = run.feed.at(cursor, micro_batch=plan.batches.micro_batch, accumulation=stage.accumulation)
@@ -86,18 +87,20 @@ def train(run: Run, cursor: Cursor) -> Outcome:
                 loss = _evaluate(run, record)
             run.metrics.write(record, applied=result.applied)
             cursor = run.responder.respond(before, cursor, fed, result, recovery)
-            skipped_in_a_row = 0 if result.applied else _skipped(result, skipped_in_a_row)
+            skipped_in_a_row = 0 if result.applied or recovery else skipped_in_a_row + 1
+            if skipped_in_a_row == MOST_SKIPPED:
+                run.responder.give_up(before, cursor, skipped_in_a_row)
             asked = int(result.signals.maxima[0]) if result.signals else 0
             if _keep(run, cursor, result, asked=asked, loss=loss if taken else None):
                 saved = cursor.step
             if asked:
-                _finish(run)
+                _finish(run, cursor)
                 return Outcome(cursor, reason(asked), loss)
             run.checkpoints.check()
             garbage.step(cursor.attempt)
     if saved != cursor.step:
         _save(run, cursor, {})
-    _finish(run)
+    _finish(run, cursor)
     return Outcome(cursor, None, loss)
 
 
@@ -122,7 +125,7 @@ def _attempt(run: Run, cursor: Cursor, fed: LoadedStep, *, asked: int) -> tuple[
         lr=lr,
         tried=cursor.step + 1,
         judge=guard.judge,
-        maxima=(asked, run.peak_bytes(), *_costs(run.checkpoints.take(), run.metrics)),
+        maxima=(asked, run.peak_bytes(), *_costs(run, cursor)),
         on_gradients=on_gradients if wanted or faults.faults else None,
     )
     run.responder.note(cursor, result, lr=lr, taken=taken[0] if taken else None)
@@ -137,6 +140,9 @@ def _keep(run: Run, cursor: Cursor, result: StepResult, *, asked: int, loss: Hel
         run.checkpoints.snapshot(run.engine, cursor, _extra(run))
     if not asked and not (result.applied and _due(settings.every, cursor.step, run.plan.steps)):
         return False
+    if asked and run.responder.guard.suspects:
+        # The copies in memory end with this process, and what is saved now may prove to be bad.
+        run.checkpoints.save_copy(run.responder.guard.trusted)
     _save(run, cursor, {HELD_OUT_LOSS: encoded(loss.mean)} if loss else {})
     return True
 
@@ -148,19 +154,22 @@ def _extra(run: Run) -> dict[str, Any]:
 
 def _save(run: Run, cursor: Cursor, more: dict[str, Any]) -> None:
     guard = run.responder.guard
-    run.checkpoints.save(run.engine, cursor, _extra(run) | more, protect=guard.protected)
-    guard.saved = sorted({*guard.saved, cursor.step})
+    protect = [guard.budget.snapshot]  # where the last rewind went
+    run.checkpoints.save(run.engine, cursor, _extra(run) | more, protect=protect, trusted=guard.trusted)
 
 
-def _finish(run: Run) -> None:
+def _finish(run: Run, cursor: Cursor) -> None:
     """Until the last save is complete; raises what the writing raised."""
     run.checkpoints.wait()
-    _costs(run.checkpoints.take(), run.metrics)
+    _costs(run, cursor)
 
 
-def _costs(costs: Costs, metrics: MetricsWriter) -> tuple[float, float]:
+def _costs(run: Run, cursor: Cursor) -> tuple[float, float]:
     """Seconds that training stood still for checkpoints and that a write took; tells what was completed."""
+    costs, metrics = run.checkpoints.take(), run.metrics
     for written in costs.written:
+        facts = {"path": str(written.path), "seconds": written.seconds, "reason": "complete"}
+        run.responder.events.write("save", cursor, attempt=cursor.attempt, step=cursor.step, **facts)
         speed = f", {written.bytes / max(written.seconds, 1e-9) / 2**20:,.0f} MiB/s" if written.bytes else ""
         metrics.note(f"saved {written.path} ({written.seconds:.2f} s{speed})")
     stall = NOTHING if costs.stall_seconds is None else costs.stall_seconds
@@ -239,14 +248,3 @@ def _evaluate(run: Run, record: dict[str, Any]) -> HeldOutLoss | None:
         if len(loss.sources) > 1:
             record.update({f"loss/eval/{name}": value for name, value in loss.sources.items()})
     return loss
-
-
-def _skipped(result: StepResult, before: int) -> int:
-    """Attempts in a row without an update; RuntimeError when there were too many."""
-    if before + 1 < MOST_SKIPPED:
-        return before + 1
-    if result.signals is None:
-        why = "no target of the batch is valid"
-    else:
-        why = f"loss {result.signals.loss:.4g} and norm {result.signals.norm:.4g} were refused"
-    raise RuntimeError(f"{before + 1} attempts in a row applied no update, the last because {why}")

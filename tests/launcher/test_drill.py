@@ -57,6 +57,9 @@ def test_a_run_that_is_worse_than_the_clean_one_is_not_ok() -> None:
         (["faults=[{kind: lr}]"], "needs step and steps of 1 or more"),
         (["faults=[{kind: lr, step: 4, samples: [1, 2]}]"], "no samples"),
         (["faults=[{kind: gremlin, step: 4}]"], "faults"),
+        (["faults=[{kind: nan_gradient, step: 4, rank: 9}]"], "on rank 9, but there are 1 processes"),
+        (["faults=[{kind: tokens, step: 4, rank: 1}]"], "on rank 1, but there are 1 data ranks"),
+        (["monitor.margin_steps=1001"], "must be at most 1000"),
     ],
 )
 def test_refused_at_the_door(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -91,7 +91,8 @@ def train(ranks: Ranks, place: Path, name: str, *more: str, world: int = 1, code
 
 def events(run: Path, *kinds: str) -> list[dict[str, Any]]:
     found = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
-    return [event for event in found if not kinds or event["event"] in kinds]
+    usual = {"save", "resume"}
+    return [event for event in found if (event["event"] in kinds if kinds else event["event"] not in usual)]
 
 
 def fed(run: Path, rank: int = 0) -> list[tuple[int, list[int], bool]]:
@@ -105,7 +106,7 @@ def held_out(run: Path) -> float:
 @pytest.fixture(scope="module")
 def clean(place: Path, ranks: Ranks) -> Path:
     run = train(ranks, place, "clean")
-    assert not (run / "events.jsonl").exists()
+    assert events(run) == [] and [event["step"] for event in events(run, "save")] == [STEPS]
     return run
 
 
@@ -366,3 +367,48 @@ def test_what_the_monitor_remembers_is_the_same_after_a_resume(place: Path, rank
     final = "checkpoints/step-00000040"
     assert monitor_state(cut / final) == monitor_state(whole / final)
     assert tensors(cut / final) == tensors(whole / final)
+
+
+def test_a_checkpoint_from_beyond_the_delay_always_stays(place: Path, ranks: Ranks) -> None:
+    """However few are kept: the monitor may yet need one from before what it notices late."""
+    run = train(ranks, place, "kept", "train.steps=80", "checkpoint.every=2", "checkpoint.keep=1")
+    saved = sorted(int(path.name[5:]) for path in (run / "checkpoints").glob("step-*"))
+    assert saved[-1] == 80 and len(saved) <= 4
+    assert any(16 <= step <= 80 - 32 for step in saved), saved
+
+
+def test_told_to_stop_under_suspicion_it_saves_the_good_state_too(place: Path, ranks: Ranks) -> None:
+    """What is saved after the damage may be bad, and the copies in memory end with the process."""
+    (place / "runs").mkdir(exist_ok=True)
+    more = [*LASTING[:2], "checkpoint.snapshots=5"]
+    for done in ranks.bare(1, stopping, 63, [*BASE, *more, "run.name=suspected"], [], str(place)):
+        assert done.code == 0, done.stderr
+    run = place / "runs" / "suspected"
+    saved = sorted(int(path.name[5:]) for path in (run / "checkpoints").glob("step-*"))
+    assert saved == [20, 60]  # of the copies of 20, 30, .. only the first is older than the delay of 32
+    train(ranks, place, "suspected", *more)
+    (rewind,) = events(run, "rewind")
+    assert rewind["snapshot_step"] == 20
+    assert events(run, "resume")
+
+
+def stopping(rank: int, attempt: int, *command: Any) -> Any:
+    """The command line, told to stop at an attempt."""
+    import os
+    import signal
+
+    import launcher.train
+    from tests.spawn import _command
+
+    original = launcher.train._attempt
+
+    def signalled(run: Any, cursor: Any, fed: Any, **more: Any) -> Any:
+        if cursor.attempt + 1 == attempt:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(run, cursor, fed, **more)
+
+    launcher.train._attempt = signalled
+    try:
+        return _command(rank, *command)
+    finally:
+        launcher.train._attempt = original

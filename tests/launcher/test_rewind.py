@@ -9,6 +9,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from checkpoints.choose import Rewind
+from launcher.recovery import Budget
 from launcher.rewind import Recorded, applied_again, recorded, united
 from launcher.train import Outcome, Run
 from launcher.train import train as loop
@@ -17,6 +18,7 @@ from tests.launcher.test_train import BASE, cut_back, last_of_each_step, lines, 
 from tests.spawn import Ranks
 
 __all__ = ["place"]
+BUDGET = Budget(used=2).as_json()
 SKIP = (24, 32)  # the samples of steps 7 and 8
 RING = ["checkpoint.snapshot_every=3", "checkpoint.snapshots=2"]
 
@@ -126,14 +128,14 @@ def test_rewinds_are_read_and_applied_again(tmp_path: Path) -> None:
     records = [
         {"event": "warn", "attempt": 3},
         {"event": "rewind", "attempt": 9, "snapshot_step": 6, "skipped": [24, 32]},
-        {"event": "rewind", "attempt": 20, "snapshot_step": 10, "skipped": [60, 68], "budget": {"used": 2}},
+        {"event": "rewind", "attempt": 20, "snapshot_step": 10, "skipped": [60, 68], "budget": BUDGET},
     ]
     text = "".join(json.dumps(record) + "\n" for record in records)
     file.write_text(text + '{"event": "rewind", "attempt": 30, "snapshot_step": 1, "skip')
     found = recorded(file)
-    assert found == [Recorded(9, 6, (24, 32)), Recorded(20, 10, (60, 68), {"used": 2})]
+    assert found == [Recorded(9, 6, (24, 32)), Recorded(20, 10, (60, 68), BUDGET)]
     cursor = Cursor(attempt=12, step=8, sample=40, skipped=((24, 32),))
     again, budget = applied_again(cursor, found)
-    assert again.skipped == ((24, 32), (60, 68)) and budget == {"used": 2}
+    assert again.skipped == ((24, 32), (60, 68)) and budget == BUDGET
     late = dataclasses.replace(cursor, attempt=20)
     assert applied_again(late, found) == (late, None)
