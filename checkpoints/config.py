@@ -7,7 +7,7 @@ from conf.typed import config, setting
 
 @config
 class Checkpoint:
-    """Room on the disk: keep + keep_best + 2 checkpoints, one for each multiple of keep_every, and the one
+    """Room on the disk: keep + keep_best + 3 checkpoints, one for each multiple of keep_every, and the one
     being written: the old ones go after the new one is complete.
 
     Room in host memory, in copies of this process's masters and moments: `snapshots` with snapshot_every, and
@@ -29,7 +29,7 @@ class Checkpoint:
     )
     snapshots: int = setting(2, on_resume="free", help="the last so many of those copies stay")
     keep: int = setting(
-        3, on_resume="free", help="the last so many stay, and up to 2 more that a rewind needs; 0 = all"
+        3, on_resume="free", help="the last so many stay, and up to 3 more that a rewind may need; 0 = all"
     )
     keep_best: int = setting(
         1,

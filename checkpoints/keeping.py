@@ -19,11 +19,11 @@ def kept(
 ) -> dict[int, str]:
     """The steps that stay, of those that are there, each with its reason: the first that holds of
 
-    newest: the one just written, which is complete; protected: the newest good one and the source of a
-    pending rewind, named by the caller, at most two; best: the keep_best lowest held-out losses; every:
-    multiples of keep_every (0: none); last: the last `keep` (0: all). So at most keep + keep_best + 2 stay
-    beside the multiples. Steps above the newest were left behind by a rewind: they count as the oldest, and
-    are never best.
+    newest: the one just written, which is complete; protected: the newest good one, the next one, and the
+    source of the last rewind, named by the caller, at most three; best: the keep_best lowest held-out losses;
+    every: multiples of keep_every (0: none); last: the last `keep` (0: all). So at most keep + keep_best + 3
+    stay beside the multiples. Steps above the newest were left behind by a rewind: they count as the oldest,
+    and are never best.
     """
     present = set(present)
     order = sorted(present, key=lambda step: (step <= newest, step))

@@ -60,6 +60,11 @@ class Guard:
         """The newest step whose state is beyond suspicion."""
         return trusted_step(self.history)
 
+    def pending(self, step: int) -> list[int]:
+        """The state last gone back to, as long as a relapse may want it."""
+        soon = self.budget.alarm + max(self.settings.lr_steps, self.settings.cooldown_steps)
+        return [self.budget.snapshot] if self.budget.used and step <= soon else []
+
     @property
     def suspects(self) -> bool:
         """Whether something has begun that may turn out to last."""

@@ -154,7 +154,7 @@ def _extra(run: Run) -> dict[str, Any]:
 
 def _save(run: Run, cursor: Cursor, more: dict[str, Any]) -> None:
     guard = run.responder.guard
-    protect = [guard.budget.snapshot]  # where the last rewind went
+    protect = guard.pending(cursor.step)
     run.checkpoints.save(run.engine, cursor, _extra(run) | more, protect=protect, trusted=guard.trusted)
 
 

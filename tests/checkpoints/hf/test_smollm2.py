@@ -72,5 +72,5 @@ def test_training_goes_on_from_it(
         assert finished.code == 0, finished.stderr
     lines = [json.loads(line) for line in (place / name / "metrics.jsonl").read_text().splitlines()]
     losses = [line["loss/train"] for line in lines]
-    assert len(losses) == 20 and 2 < losses[0] < 4.5
+    assert len(losses) == 20 and 2 < losses[0] < 6  # from nothing it would be ln 49152 = 10.8
     assert sum(losses[-3:]) / 3 < losses[0] - 0.5
