@@ -77,7 +77,7 @@ drill: $(READY) ## rehearse faults at tp2, pp2 and dp2 and report: runs/drill/re
 	$(BIN)/python -m launcher drill $(ARGS)
 
 layouts: $(READY) ## every model axis at every layout against one process, into docs/layouts.md; minutes
-	$(TEST_ENVIRONMENT) $(BIN)/python -m tests.parallel.matrix > docs/layouts.md
+	DS_ACCELERATOR=cpu $(TEST_ENVIRONMENT) $(BIN)/python -m tests.parallel.matrix > docs/layouts.md
 
 tensorboard: $(READY) ## look at the runs in a browser
 	$(BIN)/tensorboard --logdir runs $(ARGS)
