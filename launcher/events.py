@@ -10,7 +10,8 @@ from typing import Any
 
 from torch.utils.tensorboard.writer import SummaryWriter
 
-from launcher.metrics import encoded
+from checkpoints.files import LocalFiles
+from launcher.metrics import append_line, encoded
 from launcher.recovery import Budget
 from launcher.rundirectory import RunDirectory, naming
 from megamodel.data.batch import Cursor
@@ -74,17 +75,17 @@ class Events:
             return
         known = {name: value for name, value in facts.items() if value is not None}
         record = {"time": time.time(), "attempt": attempt, "step": cursor.step + 1, "event": event, **known}
-        line = json.dumps(encoded(record), allow_nan=False).encode() + b"\n"
+        line = json.dumps(encoded(record), allow_nan=False)
         with naming(self._path):
             new = not self._path.exists()
             file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
             try:
-                os.write(file, line)
+                append_line(file, line)
                 os.fsync(file)
             finally:
                 os.close(file)
             if new:
-                _sync_directory(self._path.parent)
+                LocalFiles().sync_directory(self._path.parent)
         self._show(record)
 
     def _show(self, record: dict[str, Any]) -> None:
@@ -98,11 +99,3 @@ class Events:
         if self._board is not None:
             self._board.close()
             self._board = None
-
-
-def _sync_directory(path: Path) -> None:
-    directory = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)

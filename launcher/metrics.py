@@ -89,6 +89,16 @@ def last_record(content: bytes, *, whole_start: bool) -> tuple[int, dict[str, An
     return 0, None
 
 
+def append_line(file: int, line: str) -> None:
+    """One write for one line, so that a killed process leaves at most the last one unfinished.
+
+    file: a descriptor, opened for appending.
+    """
+    rest = memoryview(line.encode() + b"\n")
+    while rest:
+        rest = rest[os.write(file, rest) :]
+
+
 @dataclass(frozen=True)
 class Position:
     """Where the numbering of records stands: `attempt` is the last one used."""
@@ -252,11 +262,8 @@ class _Main:
         return SummaryWriter(str(self._directory.tensorboard), purge_step=purge_step, flush_secs=10)
 
     def _append(self, line: str) -> None:
-        """One write for one line, so that a killed process leaves at most the last one unfinished."""
-        rest = memoryview(line.encode() + b"\n")
         with naming(self._directory.metrics_file):
-            while rest:
-                rest = rest[os.write(self._file, rest) :]
+            append_line(self._file, line)
 
     def _add_config(self, config: Mapping[str, Any], step: int, *, table: bool) -> None:
         """The configuration as text and as TensorBoard's own table of hyper-parameters."""

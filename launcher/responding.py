@@ -166,7 +166,7 @@ class Responder:
             together(self.exchange, lambda: self._write("rewind", before, **record))
 
         cursor = rewinder.rewind(after, recovery.snapshot, (start, stop), announce=announce)
-        guard.restore({KEY: told[0].extra.get(KEY)}, budget.as_json())
+        guard.restore(rewinder.extra, budget.as_json())
         self._tell(
             before,
             "REWIND",
@@ -209,7 +209,7 @@ class Responder:
         rewinder.checkpoints.wait()
         self._tell(before, "STOP", f"the state of step {good}, from before the onset, is saved in {path}")
 
-    def _diagnose(self, cursor: Cursor, attempts: list[Attempt], *, restore: Any) -> None:
+    def _diagnose(self, cursor: Cursor, attempts: list[Attempt], *, restore: Callable[[], None]) -> None:
         most = self.guard.settings.diagnose_attempts
         if most == 0:
             return

@@ -165,7 +165,6 @@ def _train(settled: Plan, mesh: Mesh, directory: RunDirectory, deadline: float |
     run = Run(
         plan=settled,
         engine=engine,
-        loader=loader,
         feed=Prefetcher(loader, data_rank=mesh.dp.rank, data_size=mesh.dp.size),
         held_out=held_out,
         metrics=metrics,

@@ -22,7 +22,7 @@ from megamodel.auxiliary import NAMES
 from megamodel.config import Model
 from megamodel.data.batch import Cursor
 from megamodel.data.held_out import HeldOut
-from megamodel.data.loader import LoadedStep, Loader
+from megamodel.data.loader import LoadedStep
 from megamodel.data.prefetch import Prefetcher
 from megamodel.moe import Routed
 from parallel.engine import Engine, Signals, StepResult
@@ -36,7 +36,6 @@ class Run:
 
     plan: Plan
     engine: Engine
-    loader: Loader
     feed: Prefetcher
     held_out: HeldOut
     metrics: MetricsWriter

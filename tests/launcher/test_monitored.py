@@ -11,32 +11,18 @@ from typing import Any
 import pytest
 
 from tests.launcher.test_failing_rank import environment
-from tests.launcher.test_train import last_of_each_step, lines, tensors
+from tests.launcher.test_train import SMALL, last_of_each_step, lines, tensors, write_texts
 from tests.spawn import Ranks
 
 STEPS = 140
 BASE = [
     "train",
-    "model=tiny",
-    "model.vocab_size=300",
-    "model.d_model=32",
-    "model.n_layers=2",
-    "model.attention.n_heads=4",
-    "model.attention.n_kv_heads=2",
-    "model.attention.head_width=8",
-    "model.feedforward.d_ff=64",
-    "data=files",
-    "data.paths=[text]",
-    "data.workers=1",
+    *SMALL,
     "data.held_out_fraction=0.2",
-    "tokenizer.vocab_size=300",
     f"train.steps={STEPS}",
-    "train.sequence_length=16",
-    "train.global_batch=4",
     "evaluate.every=0",
     "evaluate.batches=null",
     "checkpoint.every=0",
-    "checkpoint.keep=0",
     "checkpoint.snapshot_every=10",
     "optim.lr=1e-2",
     "sample.max_tokens=0",
@@ -51,14 +37,7 @@ MARGIN = 4 * 4  # samples of the default margin
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A working directory with some 450 windows of text."""
     directory = tmp_path_factory.mktemp("monitored")
-    (directory / "text").mkdir()
-    words = "the cat sat on a mat while seven dogs ran over that old hill and slept".split()
-    for number in range(75):
-        state, line = number + 1, []
-        for _ in range(120):
-            state = (state * 48271) % 2147483647
-            line.append(words[state % len(words)])
-        (directory / "text" / f"{number:02d}.txt").write_text(" ".join(line))
+    write_texts(directory / "text", files=75, words=120)
     return directory
 
 
@@ -309,14 +288,11 @@ def recovered(place: Path, ranks: Ranks) -> Path:
     return run
 
 
-@pytest.mark.parametrize("point", ["before the record", "after the record", "restored", "diagnosed", "saved"])
-def test_killed_during_a_rewind_it_ends_as_if_nothing_had_been(
-    point: str, place: Path, ranks: Ranks, recovered: Path
-) -> None:
-    name = "killed-" + point.replace(" ", "-")
-    arguments = [*BASE, *LASTING, f"run.name={name}"]
+def kill_during_rewind(place: Path, name: str, point: str) -> None:
+    """The run of LASTING under this name, dead at a point of its first rewind."""
+    command = [sys.executable, "-m", "tests.launcher.killed_rewind", point, *BASE, *LASTING]
     killed = subprocess.run(
-        [sys.executable, "-m", "tests.launcher.killed_rewind", point, *arguments],
+        [*command, f"run.name={name}"],
         cwd=place,
         env=environment(),
         capture_output=True,
@@ -325,6 +301,14 @@ def test_killed_during_a_rewind_it_ends_as_if_nothing_had_been(
         check=False,
     )
     assert killed.returncode == 9, killed.stderr
+
+
+@pytest.mark.parametrize("point", ["before the record", "after the record", "restored", "diagnosed", "saved"])
+def test_killed_during_a_rewind_it_ends_as_if_nothing_had_been(
+    point: str, place: Path, ranks: Ranks, recovered: Path
+) -> None:
+    name = "killed-" + point.replace(" ", "-")
+    kill_during_rewind(place, name, point)
     run = train(ranks, place, name, *LASTING)
     assert len(events(run, "fault")) == 1, "a fault has fired twice"
     (rewind,) = events(run, "rewind")
@@ -340,12 +324,7 @@ def test_killed_during_a_rewind_it_ends_as_if_nothing_had_been(
 def test_killed_during_a_rewind_and_started_at_another_layout(
     place: Path, ranks: Ranks, recovered: Path
 ) -> None:
-    arguments = [*BASE, *LASTING, "run.name=killed-moved"]
-    command = [sys.executable, "-m", "tests.launcher.killed_rewind", "after the record", *arguments]
-    killed = subprocess.run(
-        command, cwd=place, env=environment(), capture_output=True, timeout=120, check=False
-    )
-    assert killed.returncode == 9
+    kill_during_rewind(place, "killed-moved", "after the record")
     run = train(ranks, place, "killed-moved", *LASTING, "parallel.tp=2", world=2)
     assert len(events(run, "rewind")) == 1
     loss, wanted = (last_of_each_step(each)[80]["loss/train"] for each in (run, recovered))

@@ -13,8 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tests.spawn import Ranks
 
 STEPS = 12
-BASE = [
-    "train",
+SMALL = [
     "model=tiny",
     "model.vocab_size=300",
     "model.d_model=32",
@@ -23,40 +22,49 @@ BASE = [
     "model.attention.n_kv_heads=2",
     "model.attention.head_width=8",
     "model.feedforward.d_ff=64",
-    "model.z_loss=1e-4",
-    "model.dropout.attention=0.1",
-    "model.dropout.residual=0.1",
-    "model.dropout.embedding=0.1",
     "data=files",
     "data.paths=[text]",
     "data.workers=1",
     "tokenizer.vocab_size=300",
-    f"train.steps={STEPS}",
     "train.sequence_length=16",
     "train.global_batch=4",
+    "checkpoint.keep=0",
+]
+BASE = [
+    "train",
+    *SMALL,
+    "model.z_loss=1e-4",
+    "model.dropout.attention=0.1",
+    "model.dropout.residual=0.1",
+    "model.dropout.embedding=0.1",
+    f"train.steps={STEPS}",
     "train.micro_batch=2",
     "evaluate.every=4",
     "evaluate.batches=2",
     "checkpoint.every=6",
-    "checkpoint.keep=0",
     "optim.lr=2e-2",
     "sample.max_tokens=5",
     "run.name=run",
 ]
 
 
+def write_texts(folder: Path, *, files: int, words: int) -> None:
+    """Files of so many words each, the same whenever they are written."""
+    folder.mkdir()
+    known = "the cat sat on a mat while seven dogs ran over that old hill and slept".split()
+    for number in range(files):
+        state, line = number + 1, []
+        for _ in range(words):
+            state = (state * 48271) % 2147483647
+            line.append(known[state % len(known)])
+        (folder / f"{number:02d}.txt").write_text(" ".join(line))
+
+
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A working directory with a corpus of some 40 windows: twelve steps of four cross an epoch."""
     directory = tmp_path_factory.mktemp("work")
-    (directory / "text").mkdir()
-    words = "the cat sat on a mat while seven dogs ran over that old hill and slept".split()
-    for number in range(12):
-        state, line = number + 1, []
-        for _ in range(60):
-            state = (state * 48271) % 2147483647
-            line.append(words[state % len(words)])
-        (directory / "text" / f"{number:02d}.txt").write_text(" ".join(line))
+    write_texts(directory / "text", files=12, words=60)
     return directory
 
 
