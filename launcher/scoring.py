@@ -12,14 +12,14 @@ from conf.typed import config, setting
 from launcher.config import FORMAT_HELP, Format
 from launcher.failure import DONE
 from launcher.hardware import Hardware
-from launcher.opening import open_model
+from launcher.opening import Opened, asked, open_model
 from megamodel.data.blocks import blocks
 from megamodel.data.config import Data
 from megamodel.data.records import Document, records
 from megamodel.data.sources import discover
 from megamodel.loss import cross_entropy
 from megamodel.model import Transformer
-from parallel.start import pick_device
+from parallel.tensor import VocabularyShard
 
 
 @config
@@ -64,10 +64,16 @@ class Result:
 
 def evaluate(config: Score) -> int:
     """The command: one line, or one JSON object."""
-    if config.hardware.threads:
-        torch.set_num_threads(config.hardware.threads)
-    device = pick_device(config.hardware.device, 0)
-    opened = open_model(config.source, tokenizer=config.tokenizer, device=device)
+    with asked(config.hardware) as (device, parallel):
+        opened = open_model(config.source, tokenizer=config.tokenizer, device=device, parallel=parallel)
+        result = score(config, opened)
+        if parallel.group.rank == 0:
+            tell(config, opened, result)
+    return DONE
+
+
+def score(config: Score, opened: Opened) -> Result:
+    """The sums over all documents; of several processes each gets the same."""
     tokenizer, context = opened.tokenizer, config.context or opened.context or 1024
     begin = tokenizer.bos_id if tokenizer.bos_id is not None else tokenizer.eos_id
     total, tokens, size, count = 0.0, 0, 0, 0
@@ -81,15 +87,18 @@ def evaluate(config: Score) -> int:
     if not tokens:
         raise ValueError("data.paths holds no document; nothing can be evaluated")
     loss = total / tokens
-    result = Result(count, tokens, size, loss, math.exp(min(loss, 700)), total / math.log(2) / max(size, 1))
+    return Result(count, tokens, size, loss, math.exp(min(loss, 700)), total / math.log(2) / max(size, 1))
+
+
+def tell(config: Score, opened: Opened, result: Result) -> None:
     if config.format == "json":
         print(json.dumps({"source": str(opened.where), **asdict(result)}))
     else:
         print(
-            f"loss {loss:.4f} nats per token, perplexity {result.perplexity:.3f}, {result.bits_per_byte:.4f} "
-            f"bits per byte on {count:,} documents of {tokens:,} tokens and {size:,} bytes"
+            f"loss {result.loss:.4f} nats per token, perplexity {result.perplexity:.3f}, "
+            f"{result.bits_per_byte:.4f} bits per byte on {result.documents:,} documents of "
+            f"{result.tokens:,} tokens and {result.bytes:,} bytes"
         )
-    return DONE
 
 
 def texts(data: Data) -> Iterator[str]:
@@ -111,12 +120,13 @@ def document_loss(model: Transformer, ids: list[int], *, context: int, stride: i
     """
     device = next(model.parameters()).device
     whole = torch.tensor(ids, device=device)
+    shard = VocabularyShard(model.settings.vocab_size, model.parallel.group)
     total, done, start = 0.0, 1, 0  # ids[:done] need no prediction any more
     while done < len(ids):
         stop = min(start + context, len(ids) - 1)
         window = whole[start:stop][None]
         targets: Tensor = whole[start + 1 : stop + 1][None].clone()
-        loss, _, _ = cross_entropy(model(window), targets)
+        loss, _, _ = cross_entropy(model(window), targets, start=shard.start, group=shard.group)
         total += float(loss[0, done - start - 1 :].double().sum())
         done = stop + 1
         start += stride

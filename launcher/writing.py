@@ -1,20 +1,19 @@
 """The command `generate`: text from a model."""
 
+import contextlib
+import io
 import json
 import math
 import sys
 import time
 from typing import Any
 
-import torch
-
 from conf.typed import config, setting
 from launcher.config import FORMAT_HELP, Format
 from launcher.failure import DONE
 from launcher.hardware import Hardware
-from launcher.opening import Opened, open_model
+from launcher.opening import Opened, asked, open_model
 from megamodel.generate import Sampling, generate_batch, generate_rows
-from parallel.start import pick_device
 
 
 @config
@@ -68,12 +67,17 @@ class Generate:
 
 
 def generate(config: Generate) -> int:
-    """The command: one prompt is written as it comes, several are written together."""
-    if config.hardware.threads:
-        torch.set_num_threads(config.hardware.threads)
-    opened = open_model(
-        config.source, tokenizer=config.tokenizer, device=pick_device(config.hardware.device, 0)
-    )
+    """The command: one prompt is written as it comes, several are written together.
+
+    Processes that were started together share the model's heads (tp); rank 0 tells the text.
+    """
+    with asked(config.hardware) as (device, parallel):
+        opened = open_model(config.source, tokenizer=config.tokenizer, device=device, parallel=parallel)
+        with contextlib.redirect_stdout(io.StringIO() if parallel.group.rank else sys.stdout):
+            return _write(config, opened)
+
+
+def _write(config: Generate, opened: Opened) -> int:
     texts = config.generate.prompts or [config.generate.prompt]
     if config.format == "text" and len(texts) == 1:
         return _aloud(config.generate, opened, texts[0])

@@ -12,6 +12,7 @@ import transformers
 from launcher.__main__ import main
 from launcher.scoring import document_loss
 from tests.megamodel.test_generate import build
+from tests.spawn import Ranks
 
 WORDS = "the cat sat on the mat and the dog sat on the log while a bird sang of rain \n"
 
@@ -55,6 +56,21 @@ def test_text_is_the_same_each_time_and_in_a_batch(run: Path, capsys: pytest.Cap
     assert len(one["results"][0]["tokens"]) <= 8
     assert main(["generate", f"source={run}", "generate.prompt=the cat", *how]) == 0
     assert capsys.readouterr().out == f"the cat{one['results'][0]['text']}\n"
+
+
+def test_two_processes_share_the_heads(run: Path, ranks: Ranks, capsys: pytest.CaptureFixture[str]) -> None:
+    """Text and losses of a tp of 2 are those of one process; rank 0 alone tells them."""
+    root = run.parent
+    write = ["generate", f"source={run}", "generate.prompts=[the cat, a bird]", "generate.max_tokens=8"]
+    write += ["hardware.device=cpu"]
+    score = ["evaluate", f"source={run}", "data=files", f"data.paths=[{root}/text-*.txt]", "context=32"]
+    score += ["documents=3", "hardware.device=cpu"]
+    for command, key in ((write, "results"), (score, "loss")):
+        expected = told(command, capsys)[key]
+        first, second = ranks.launch(2, [*command, "format=json"], root)
+        assert (first.code, second.code, second.stdout) == (0, 0, ""), first.stderr + second.stderr
+        got = json.loads(first.stdout.splitlines()[-1])[key]
+        assert got == (expected if key == "results" else pytest.approx(expected, rel=1e-6))
 
 
 def test_out_to_transformers_and_back_into_training(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
