@@ -66,6 +66,14 @@ COMMANDS: dict[str, Command] = {
             has_run=False,
         ),
         Command(
+            name="harness",
+            summary="scores of a model on tasks of lm-eval, an optional extra",
+            config_name="bare",
+            root="launcher.harness:Harness",
+            function="launcher.harness:harness",
+            has_run=False,
+        ),
+        Command(
             name="import-hf",
             summary="a model directory of transformers -> a checkpoint that training goes on from",
             config_name="bare",
@@ -119,6 +127,14 @@ COMMANDS: dict[str, Command] = {
             config_name="bare",
             root="launcher.compare:Compare",
             function="launcher.compare:compare",
+            has_run=False,
+        ),
+        Command(
+            name="extrapolate",
+            summary="held-out loss of runs at longer contexts than they were trained on, RoPE also scaled",
+            config_name="bare",
+            root="launcher.extrapolate:Extrapolate",
+            function="launcher.extrapolate:extrapolate",
             has_run=False,
         ),
         Command(

@@ -16,7 +16,7 @@ from launcher.curves import matching
 from launcher.failure import DONE
 from launcher.metrics import flattened
 from launcher.picture import overlay
-from megamodel.accounting import parameter_count
+from megamodel.accounting import cache_bytes, parameter_count
 from megamodel.config import Model
 
 LAST = 20  # updates that the training loss is averaged over
@@ -45,7 +45,7 @@ class Compare:
 @dataclass(frozen=True)
 class Row:
     """One run. settings: those in which the runs differ; losses in nats per token, the held-out one also less
-    that of the first run."""
+    that of the first run. cache_bytes: of generating one text of the training's length, numbers of 16 bit."""
 
     run: str
     settings: dict[str, Any]
@@ -57,6 +57,7 @@ class Row:
     against_first: float | None
     tokens_per_second: float | None
     peak_bytes: int | None
+    cache_bytes: int
     skips: int
     rewinds: int
 
@@ -133,6 +134,7 @@ def rows(records: Sequence[Record]) -> list[Row]:
     found: list[Row] = []
     for record in records:
         flat, applied = flattened(record.settings), record.applied
+        model = parse(Model, record.settings["model"])
         evaluated = [line["loss/eval"] for line in applied if isinstance(line.get("loss/eval"), float)]
         loss = evaluated[-1] if evaluated else None
         first = found[0].held_out_loss if found else loss
@@ -143,7 +145,7 @@ def rows(records: Sequence[Record]) -> list[Row]:
             Row(
                 run=record.path.name,
                 settings={path: flat.get(path, "-") for path in paths},
-                parameters=parameter_count(parse(Model, record.settings["model"])),
+                parameters=parameter_count(model),
                 step=applied[-1]["step"],
                 tokens=applied[-1]["tokens/total"],
                 train_loss=fmean(losses) if losses else None,
@@ -151,6 +153,7 @@ def rows(records: Sequence[Record]) -> list[Row]:
                 against_first=None if loss is None or first is None else loss - first,
                 tokens_per_second=median(speeds) if speeds else None,
                 peak_bytes=max((line.get("memory/peak_bytes", 0) for line in applied), default=None),
+                cache_bytes=cache_bytes(model, rows=1, length=flat["train.sequence_length"], number_bytes=2),
                 skips=verdicts.count(2),
                 rewinds=verdicts.count(3),
             )
@@ -159,7 +162,10 @@ def rows(records: Sequence[Record]) -> list[Row]:
 
 
 def cells(found: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
-    """Headings and cells; a heading is as much of a path as tells it from the others."""
+    """Headings and cells; a heading is as much of a path as tells it from the others.
+
+    The size of the cache stands there where the runs differ in it.
+    """
     paths = list(found[0].settings)
     heads = [
         "run",
@@ -170,7 +176,8 @@ def cells(found: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
         "held-out loss",
         "against first",
     ]
-    heads += ["tokens/s", "skips", "rewinds"]
+    with_cache = len({row.cache_bytes for row in found}) > 1
+    heads += [*(["cache KiB"] if with_cache else []), "tokens/s", "skips", "rewinds"]
     body = [
         [
             row.run,
@@ -180,6 +187,7 @@ def cells(found: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
             number(row.train_loss, ".4f"),
             number(row.held_out_loss, ".4f"),
             number(row.against_first, "+.4f"),
+            *([f"{row.cache_bytes / 1024:,.0f}"] if with_cache else []),
             number(row.tokens_per_second, ",.0f"),
             str(row.skips),
             str(row.rewinds),

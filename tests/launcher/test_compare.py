@@ -88,3 +88,18 @@ def test_what_is_not_a_run_is_named(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert main(["compare", f"runs=[{empty}]"]) == 2
     assert "no update on record" in capsys.readouterr().err
     assert main(["compare", "runs=[]"]) == 2
+
+
+def test_the_cache_stands_there_where_it_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By hand: one layer, 128 tokens, 2 K E numbers of 2 bytes with E = 16: 16 KiB for K = 2."""
+    shared = {**MODEL, "attention": {**MODEL["attention"], "n_kv_heads": 1}}  # type: ignore[dict-item]
+    length = {"train": {"sequence_length": 128}}
+    a = run(tmp_path, "a", length, [line(1, 2.0)])
+    b = run(tmp_path, "b", {"model": shared, **length}, [line(1, 2.0)])
+    assert main(["compare", f"runs=[{a},{b}]", "format=markdown"]) == 0
+    heads, _, *rows = [
+        [cell.strip() for cell in row.split("|")] for row in capsys.readouterr().out.splitlines()
+    ]
+    assert [row[heads.index("cache KiB")] for row in rows] == ["16", "8"]
+    assert main(["compare", f"runs=[{a},{a}]", "format=markdown"]) == 0
+    assert "cache KiB" not in capsys.readouterr().out
