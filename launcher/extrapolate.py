@@ -35,6 +35,7 @@ from megamodel.position import Rope
 from megamodel.rope_scaling import Unscaled
 from parallel.start import pick_device
 
+WIDTH = 160  # columns of the table in text
 ROWS = 4  # documents in one pass
 BASES = 10.0  # the base of the variant with another one, over the trained one
 TRAINED = "as trained"
@@ -96,7 +97,9 @@ def extrapolate(tree: Extrapolate) -> int:
         made = Table(*heads, box=None)
         for line in body:
             made.add_row(*line)
-        Console().print(made)
+        console = Console()
+        console.width = max(console.width, WIDTH)
+        console.print(made)
     return DONE
 
 

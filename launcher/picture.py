@@ -15,6 +15,7 @@ LEFT, RIGHT, TOP, BOTTOM = 64, 16, 34, 28  # of its margins
 MOST_PANELS = 200
 INK, FAINT, GRID, CURVE, RANGE = "#222222", "#777777", "#e4e4e4", "#3b6ea8", "#b9cde4"
 LINES = ("#3b6ea8", "#c5221f", "#2e8b57", "#e8710a", "#7b4fa6", "#8c6d31", "#d63384", "#17a2b8")
+LINES += ("#000000", "#9aa0a6", "#a3c644", "#f4a6c0")
 COLOURS = {Kind.WARN: "#d9a400", Kind.SKIP: "#e8710a", Kind.REWIND: "#c5221f", Kind.STOP: "#000000"}
 
 
@@ -173,8 +174,8 @@ def draw_title(draw: ImageDraw.ImageDraw, panel: Panel, x0: int, y0: int) -> Non
 
 
 def smoothed(values: np.ndarray) -> np.ndarray:
-    """A running mean over a fortieth of the curve; shorter at its ends."""
-    half = max(len(values) // 80, 1)
+    """A running mean over a fortieth of the curve; shorter at its ends. Few points stay as they are."""
+    half = len(values) // 80
     sums = np.concatenate(([0.0], np.cumsum(values)))
     index = np.arange(len(values))
     low, high = np.maximum(index - half, 0), np.minimum(index + half + 1, len(values))
