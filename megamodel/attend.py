@@ -4,15 +4,21 @@ B batch, S queries, N keys, H query heads, K key/value heads (H a multiple of K)
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from megamodel.dropout import KeyedDropout
+from megamodel.kernels import flex
+
+QUERIES = 256  # of one block where scores are made a block at a time
 
 Sparse = Literal["none", "strided", "fixed"]
+Backend = Literal["whole", "sdpa", "blocked", "flex"]
 
 
 @dataclass(frozen=True)
@@ -28,21 +34,26 @@ class Seen:
     stride: int = 1
     summary: int = 1
 
-    @property
-    def all(self) -> bool:
-        return self.window is None and self.sparse == "none"
+    def sees_all(self, length: int) -> bool:
+        """Whether every earlier key of a document of this length is seen."""
+        return self.sparse == "none" and (self.window is None or self.window >= length)
 
     def mask(self, queries: Tensor, keys: Tensor) -> Tensor:
         """Places (B, S) and (B, N) -> bool (B, 1, S, N)."""
-        i, j = queries[:, None, :, None], keys[:, None, None, :]
+        return self.rule(queries[:, None, :, None], keys[:, None, None, :])
+
+    def rule(self, i: Tensor, j: Tensor) -> Tensor:
+        """Whether the query at place i sees the key at place j, of any shapes that go together."""
         distance = i - j
         mask = distance >= 0
         if self.window is not None:
-            mask &= distance < self.window
+            mask = mask & (distance < self.window)
         if self.sparse == "strided":
-            mask &= (distance < self.stride) | (distance % self.stride == 0)
+            mask = mask & ((distance < self.stride) | (distance % self.stride == 0))
         if self.sparse == "fixed":
-            mask &= (i // self.stride == j // self.stride) | (j % self.stride >= self.stride - self.summary)
+            mask = mask & (
+                (i // self.stride == j // self.stride) | (j % self.stride >= self.stride - self.summary)
+            )
         return mask
 
 
@@ -84,6 +95,10 @@ class Attend(nn.Module):
 
     q (B, S, H, E), k (B, N, K, E), v (B, N, K, V), positions (B, S), samples (B,) -> (B, S, H, V). Without
     key_positions the keys are those of whole rows, N = S; with them (B, N) they come from a cache.
+
+    backend: whole, the definition with all scores in memory; sdpa, torch's own where it has the form, with
+    a mask of S x S where it needs one; blocked, 256 queries at a time with the keys that they see, whole
+    documents at a time, memory linear in S; flex, torch's flex_attention on a GPU, linear too.
     """
 
     def __init__(
@@ -103,6 +118,7 @@ class Attend(nn.Module):
         self.dropout = dropout
         self.softcap = softcap
         self.first_head = first_head  # number of this rank's first query head: its dropout masks are slices
+        self.backend: Backend = "blocked"
 
     def forward(
         self,
@@ -118,31 +134,86 @@ class Attend(nn.Module):
     ) -> Tensor:
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H or K, S or N, E)
         dropped = bool(self.dropout.p) and self.training
-        if self.softcap is not None or sinks is not None or dropped:
-            mask = self._mask(positions, key_positions)
-            return self._explicit(q, k, v, mask, samples, bias, sinks, dropped).transpose(1, 2)
-        grouped = q.shape[1] != k.shape[1]
-        if self._plain(q.shape[2]) and bias is None and key_positions is None:
-            out = F.scaled_dot_product_attention(
-                q, k, v, is_causal=True, scale=self.scale, enable_gqa=grouped
+        if key_positions is not None or self.backend == "whole":
+            out = self._whole(q, k, v, positions, samples, bias, sinks, key_positions)
+        elif self.backend == "flex" and bias is None and not dropped:
+            out = flex.attention(
+                q, k, v, self._rule(positions), scale=self.scale, softcap=self.softcap, sinks=sinks
             )
+        elif self.softcap is not None or sinks is not None or dropped or bias is not None:
+            if self.backend == "sdpa" or q.shape[2] <= QUERIES:
+                out = self._whole(q, k, v, positions, samples, bias, sinks, None)
+            else:
+                out = self._explicit_blocks(q, k, v, positions, samples, bias, sinks)
+        elif self._plain(q.shape[2]):
+            out = causal(q, k, v, self.scale)
+        elif self.backend == "sdpa":
+            out = masked(q, k, v, self._mask(positions, None), self.scale)
+        elif self.documents and not q.is_cuda:
+            out = by_documents(q, k, v, positions, self.seen, self.scale)
         else:
-            mask = self._mask(positions, key_positions)
-            if bias is not None:
-                mask = bias.to(q.dtype).masked_fill(~mask, -torch.inf)
-            out = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, scale=self.scale, enable_gqa=grouped
-            )
+            out = in_blocks(q, k, v, self.seen, self.scale, positions if self.documents else None)
         return out.transpose(1, 2)
 
     def _plain(self, length: int) -> bool:
-        window = self.seen.window
-        return (window is None or window >= length) and self.seen.sparse == "none" and not self.documents
+        return self.seen.sees_all(length) and not self.documents
+
+    def _rule(self, positions: Tensor) -> flex.Rule:
+        number = documents_of(positions) if self.documents else None
+        return flex.Rule(self.seen, positions, number)
 
     def _mask(self, positions: Tensor, key_positions: Tensor | None) -> Tensor:
         if key_positions is not None:
             return visible_cached(positions, key_positions, seen=self.seen)
         return visible(positions, seen=self.seen, documents=self.documents)
+
+    def _whole(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        positions: Tensor,
+        samples: Tensor,
+        bias: Tensor | None,
+        sinks: Tensor | None,
+        key_positions: Tensor | None,
+    ) -> Tensor:
+        """All scores at once. A cache with nothing special about it goes through torch's own."""
+        mask = self._mask(positions, key_positions)
+        dropped = bool(self.dropout.p) and self.training
+        if self.backend != "whole" and self.softcap is None and sinks is None and not dropped:
+            if bias is not None:
+                mask = bias.to(q.dtype).masked_fill(~mask, -torch.inf)
+            return masked(q, k, v, mask, self.scale)
+        return self._explicit(q, k, v, mask, samples, bias, sinks, 0)
+
+    def _explicit_blocks(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        positions: Tensor,
+        samples: Tensor,
+        bias: Tensor | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """The definition for some queries at a time; their scores are made again in the backward pass."""
+        parts = []
+        for queries, keys in blocks_of(q.shape[2], self.seen):
+
+            def part(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, queries=queries, keys=keys):
+                mask = block_mask(queries, keys, self.seen, positions, self.documents)
+                own = None if bias is None else bias[..., queries, keys]
+                return self._explicit(q, k, v, mask, samples, own, sinks, queries.start, keys.start)
+
+            inputs = (q[:, :, queries], k[:, :, keys], v[:, :, keys], sinks)
+            recomputed = torch.is_grad_enabled()
+            parts.append(
+                checkpoint(part, *inputs, use_reentrant=False, preserve_rng_state=False)
+                if recomputed
+                else part(*inputs)
+            )
+        return torch.cat(parts, dim=2)  # type: ignore[arg-type]
 
     def _explicit(
         self,
@@ -153,31 +224,117 @@ class Attend(nn.Module):
         samples: Tensor,
         bias: Tensor | None,
         sinks: Tensor | None,
-        dropped: bool,
+        first_query: int,
+        first_key: int = 0,
     ) -> Tensor:
         """The definition, with the scores in memory. sinks (H): a logit a head in the denominator only."""
-        heads = q.shape[1]
-        repeats = heads // k.shape[1]
-        k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
-        scores = (q @ k.transpose(-1, -2)).float() * self.scale
+        heads, length = q.shape[1:3]
+        # The queries that share a key/value head stand under each other: no key is repeated.
+        grouped = q.unflatten(1, (k.shape[1], -1)).flatten(2, 3)  # (B, K, H / K S, E)
+        scores = (grouped @ k.transpose(-1, -2)).unflatten(2, (-1, length)).flatten(1, 2)  # (B, H, S, N)
+        scores = wide(scores) * self.scale
         if self.softcap is not None:
             scores = self.softcap * torch.tanh(scores / self.softcap)
         if bias is not None:
             scores = scores + bias
         scores = scores.masked_fill(~mask, -torch.inf)
         if sinks is None:
-            probabilities = scores.softmax(-1)  # (B, H, S, N)
+            probabilities = scores.softmax(-1)
         else:
-            sink = sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+            sink = wide(sinks).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
             probabilities = torch.cat((scores, sink), dim=-1).softmax(-1)[..., :-1]
-        if dropped:
-            probabilities = self._dropped(probabilities, samples)
-        return probabilities.to(v.dtype) @ v
+        if self.dropout.p and self.training:
+            probabilities = self._dropped(probabilities, samples, first_query, first_key)
+        weights = probabilities.to(v.dtype).unflatten(1, (k.shape[1], -1)).flatten(2, 3)
+        return (weights @ v).unflatten(2, (-1, length)).flatten(1, 2) if heads != k.shape[1] else weights @ v
 
-    def _dropped(self, probabilities: Tensor, samples: Tensor) -> Tensor:
-        heads, length = probabilities.shape[1:3]
-        head = torch.arange(self.first_head, self.first_head + heads, device=probabilities.device)
-        cell = torch.arange(length * length, device=probabilities.device).view(length, length)
-        places = head[:, None, None] * (length * length) + cell
+    def _dropped(self, probabilities: Tensor, samples: Tensor, first_query: int, first_key: int) -> Tensor:
+        """Masks are keyed by (query, key) as places in the row, whichever part of it this is."""
+        heads, queries, keys = probabilities.shape[1:]
+        device = probabilities.device
+        head = torch.arange(self.first_head, self.first_head + heads, device=device)
+        query = torch.arange(first_query, first_query + queries, device=device)
+        key = torch.arange(first_key, first_key + keys, device=device)
+        places = (head[:, None, None] << 42) + (query[:, None] << 21) + key
         keep = self.dropout.keep(samples, places, self.dropout.clock.step)
         return torch.where(keep, probabilities / (1 - self.dropout.p), 0.0)
+
+
+def wide(x: Tensor) -> Tensor:
+    """16-bit numbers as fp32; wider ones as they are."""
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+
+
+def causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Every earlier key; q (B, H, S, E), k and v (B, K, S, E)."""
+    grouped = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
+
+
+def masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """The keys of a mask, bool, or a summand of the scores, in q's dtype."""
+    grouped = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped)
+
+
+def blocks_of(length: int, seen: Seen) -> list[tuple[slice, slice]]:
+    """(queries, the keys that any of them sees) of each block of a row."""
+    reach = length if seen.window is None else seen.window - 1
+    return [
+        (
+            slice(first, min(first + QUERIES, length)),
+            slice(max(first - reach, 0), min(first + QUERIES, length)),
+        )
+        for first in range(0, length, QUERIES)
+    ]
+
+
+def block_mask(queries: slice, keys: slice, seen: Seen, positions: Tensor, documents: bool) -> Tensor:
+    """The part of `visible` for these queries and keys: bool (B or 1, 1, queries, keys)."""
+    place = torch.arange(positions.shape[-1], device=positions.device)[None]
+    if not documents:
+        return seen.mask(place[:, queries], place[:, keys])
+    number = documents_of(positions)
+    own = place if seen.sparse == "none" else positions
+    mask = seen.mask(own[:, queries], own[:, keys])
+    return mask & (number[:, None, queries, None] == number[:, None, None, keys])
+
+
+def in_blocks(
+    q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float, positions: Tensor | None = None
+) -> Tensor:
+    """Some queries at a time against the keys that they see. positions: to tell documents apart."""
+    length = q.shape[2]
+    places = positions
+    if places is None:
+        places = torch.arange(length, device=q.device)[None]
+    parts = []
+    for queries, keys in blocks_of(length, seen):
+        mask = block_mask(queries, keys, seen, places, positions is not None)
+        parts.append(masked(q[:, :, queries], k[:, :, keys], v[:, :, keys], mask, scale))
+    return torch.cat(parts, dim=2)
+
+
+@torch.compiler.disable  # where documents end is in the data
+def by_documents(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, seen: Seen, scale: float) -> Tensor:
+    """Each document by itself: nothing is computed between two of them. For a CPU, which knows where they
+    end without waiting."""
+    rows = []
+    starts = positions == 0
+    starts[:, 0] = True
+    if not bool(starts[:, 1:].any()):
+        return one_document(q, k, v, seen, scale)
+    for row in range(q.shape[0]):
+        ends = [*torch.where(starts[row])[0].tolist(), q.shape[2]]
+        here = [x[row : row + 1] for x in (q, k, v)]
+        parts = [
+            one_document(here[0][:, :, a:b], here[1][:, :, a:b], here[2][:, :, a:b], seen, scale)
+            for a, b in pairwise(ends)
+        ]
+        rows.append(torch.cat(parts, dim=2))
+    return torch.cat(rows)
+
+
+def one_document(q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float) -> Tensor:
+    """Rows of one document each."""
+    return causal(q, k, v, scale) if seen.sees_all(q.shape[2]) else in_blocks(q, k, v, seen, scale)
