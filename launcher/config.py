@@ -15,6 +15,7 @@ from launcher.monitor import Monitor
 from launcher.sections import DEFAULT_STEPS, Evaluate, Fault, Run, Sample, Train
 from megamodel.config import Model
 from megamodel.data.config import Data
+from megamodel.kernels.config import Kernels
 from megamodel.moe import Routed
 from megamodel.optim import Cosine, LearningRate, Optim, Schedule, resolve, updates
 from megamodel.tokenizer import TokenizerConfig
@@ -42,6 +43,7 @@ class Config:
     checkpoint: Checkpoint = setting(factory=Checkpoint, on_resume="free", help="what is saved when")
     monitor: Monitor = setting(factory=Monitor, on_resume="free", help="what is done about loss spikes")
     hardware: Hardware = setting(factory=Hardware, on_resume="free", help="the machine")
+    kernels: Kernels = setting(factory=Kernels, on_resume="free", help="forms of operations")
     sample: Sample = setting(factory=Sample, on_resume="free", help="the text printed at the end")
     faults: list[Fault] = setting(
         factory=list,

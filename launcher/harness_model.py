@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
-from lm_eval.api.model import TemplateLM
-from lm_eval.evaluator import simple_evaluate
-from lm_eval.tasks import TaskManager
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from lm_eval.api.model import TemplateLM  # type: ignore[import-not-found]
+from lm_eval.evaluator import simple_evaluate  # type: ignore[import-not-found]
+from lm_eval.tasks import TaskManager  # type: ignore[import-not-found]
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window  # type: ignore[import-not-found]
 
 from launcher.likelihood import likelihoods
 from launcher.opening import Opened

@@ -37,6 +37,7 @@ from launcher.train import Outcome, Run
 from launcher.train import train as loop
 from megamodel.accounting import flops_per_token
 from megamodel.auxiliary import Auxiliary
+from megamodel.choose import choose, chunked, equip, this_machine
 from megamodel.data.batch import Batch, Cursor
 from megamodel.data.held_out import HeldOut
 from megamodel.data.loader import Loader
@@ -250,18 +251,27 @@ def build_engine(settled: Plan, mesh: Mesh) -> Engine:
     config, clock, auxiliary = settled.config, Clock(), Auxiliary()
     parallel = TensorParallel(mesh.tp, sequence=config.parallel.sequence_parallel)
     shard = VocabularyShard(config.model.vocab_size, mesh.tp)
+    choices = choose(config.kernels, this_machine(mesh.device), settled.precision)
     built = layers(
         config.model,
         seed=config.train.seed,
         documents=config.data.isolate_documents,
         parallel=parallel,
-        recompute=config.parallel.recompute == "block",
+        recompute=config.parallel.recompute,
+        recompute_every=config.parallel.recompute_every,
         clock=clock,
         auxiliary=auxiliary,
+        equip=lambda module: equip(module, choices),
     )
     return Engine(
         built,
-        Loss(z_weight=config.model.z_loss, start=shard.start, group=mesh.tp, consume=True),
+        Loss(
+            z_weight=config.model.z_loss,
+            start=shard.start,
+            group=mesh.tp,
+            consume=True,
+            chunked=chunked(choices, config.kernels),
+        ),
         mesh=mesh,
         make_optimizer=lambda module: adamw(module, config.optim),
         precision=settled.precision,

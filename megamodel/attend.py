@@ -3,6 +3,7 @@
 B batch, S queries, N keys, H query heads, K key/value heads (H a multiple of K), E head width, V value width.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
@@ -315,8 +316,7 @@ def in_blocks(
     return torch.cat(parts, dim=2)
 
 
-@torch.compiler.disable  # where documents end is in the data
-def by_documents(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, seen: Seen, scale: float) -> Tensor:
+def _by_documents(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, seen: Seen, scale: float) -> Tensor:
     """Each document by itself: nothing is computed between two of them. For a CPU, which knows where they
     end without waiting."""
     rows = []
@@ -333,6 +333,10 @@ def by_documents(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, seen: Seen,
         ]
         rows.append(torch.cat(parts, dim=2))
     return torch.cat(rows)
+
+
+# Where documents end is in the data: no graph can hold it.
+by_documents: Callable[..., Tensor] = torch.compiler.disable(_by_documents)  # type: ignore[assignment]
 
 
 def one_document(q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float) -> Tensor:

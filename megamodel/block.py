@@ -5,8 +5,9 @@ B batch, S sequence length (S / tp between the regions under sequence parallelis
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -16,6 +17,7 @@ from megamodel.cache import Cache
 from megamodel.config import LayerSettings, Model
 from megamodel.dropout import Clock, KeyedDropout
 from megamodel.feedforward import FeedForward
+from megamodel.kernels.compiler import compiled
 from megamodel.latent import LatentAttention
 from megamodel.moe import MixtureOfExperts
 from megamodel.norm import build_norm
@@ -23,6 +25,7 @@ from megamodel.position import Position
 from parallel.tensor import TensorParallel
 
 Stream = tuple[Tensor, Tensor, Tensor]  # (x, positions, samples): all that crosses a stage border
+Recompute = Literal["none", "block", "attention"]
 ATTENTIONS = {"grouped": GroupedAttention, "latent": LatentAttention}
 
 
@@ -109,11 +112,12 @@ class Block(nn.Module):
         documents: bool,
         seed: int,
         clock: Clock,
-        recompute: bool,
+        recompute: Recompute,
         parallel: TensorParallel,
         auxiliary: Auxiliary,
     ) -> None:
         super().__init__()
+        self.run: Callable[..., Tensor] = self._run
         name, own = f"blocks.{layer}", settings.layer(layer)
         dropout, std = settings.dropout, standard_deviation(settings)
 
@@ -121,7 +125,7 @@ class Block(nn.Module):
             return KeyedDropout(p, seed=seed, layer=layer, site=site, clock=clock)
 
         self.recompute, self.parallel = recompute, parallel
-        self.regime = position.regime
+        self.regime, self.prepare = position.regime, position.prepare
         inner = own.attention.n_heads * own.attention.value_width
         place = Place(
             name=f"{name}.attention",
@@ -162,26 +166,49 @@ class Block(nn.Module):
     def feedforward(self) -> nn.Module:
         return self.feed.inner
 
+    def compile_block(self) -> None:
+        """Have training run what torch.compile makes of this block."""
+        if isinstance(self.feedforward, MixtureOfExperts):
+            # Which tokens go where is in the data, and its losses leave the graph on the side.
+            self.feedforward.forward = torch.compiler.disable(self.feedforward.forward)  # type: ignore[method-assign]
+        self.run = compiled(self._run)
+
+    def _attended(self, x: Tensor, positions: Tensor, samples: Tensor, cache: Cache | None) -> Tensor:
+        inputs = (x, samples, positions, samples, cache)
+        if self.recompute == "attention" and self.training:
+            return recomputed(self.attend, *inputs)
+        return self.attend(*inputs)
+
     def _run(self, x: Tensor, positions: Tensor, samples: Tensor, cache: Cache | None = None) -> Tensor:
-        inputs = (positions, samples, cache)
         if not self.is_parallel:
-            return self.feed(self.attend(x, samples, *inputs), samples)
+            return self.feed(self._attended(x, positions, samples, cache), samples)
         normed = self.attend.before(x)
         other = normed if self.is_shared else self.feed.before(x)
-        return x + self.attend.branch(normed, samples, *inputs) + self.feed.branch(other, samples)
+        inputs = (normed, samples, positions, samples, cache)
+        attended = self.attend.branch
+        if self.recompute == "attention" and self.training:
+            return x + recomputed(attended, *inputs) + self.feed.branch(other, samples)
+        return x + attended(*inputs) + self.feed.branch(other, samples)
 
     def forward(self, stream: Stream, cache: Cache | None = None) -> Stream:
         x, positions, samples = stream
-        if self.recompute and self.training:
-            # Randomness is keyed, so there is no generator state to save for the second forward.
-            y: Any = checkpoint(
-                self._run, x, positions, samples, use_reentrant=False, preserve_rng_state=False
-            )
+        self.prepare(positions)
+        run = self.run if self.training else self._run
+        if self.recompute == "block" and self.training:
+            y = recomputed(run, x, positions, samples)
         else:
-            y = self._run(x, positions, samples, cache)
+            y = run(x, positions, samples, cache)
         if isinstance(self.feedforward, MixtureOfExperts):
             self.feedforward.report()
         return y, positions, samples
+
+
+def recomputed(function: Callable[..., Any], *inputs: Any) -> Any:
+    """function(*inputs), whose inner activations are made again in the backward pass.
+
+    Randomness is keyed, so there is no generator state to save for the second forward.
+    """
+    return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
 
 
 def _feedforward(

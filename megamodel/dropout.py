@@ -4,6 +4,8 @@ Nothing to save, equal masks where activations are replicated, slices of one log
 split, the same on every device and layout. B batch, S sequence length.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -59,7 +61,7 @@ class KeyedDropout(nn.Module):
         self.clock = clock
         self.site = (seed, layer, site)
 
-    def keep(self, samples: Tensor, places: Tensor, step: int) -> Tensor:
+    def _keep(self, samples: Tensor, places: Tensor, step: int) -> Tensor:
         """samples (B,), places int64 of any shape P -> bool (B, *P), True with probability 1 - p.
 
         The mask of a place depends on its number, not on how the places are split over ranks.
@@ -68,6 +70,9 @@ class KeyedDropout(nn.Module):
         rows = _mix(base ^ key(*self.site, step))  # (B, 1 ...)
         bits = _mix(rows + places * _signed(0x9E3779B97F4A7C15))
         return ((bits >> 11) & ((1 << 53) - 1)).double() * 2.0**-53 >= self.p
+
+    # The step is a number that changes: a graph of torch.compile that held it would be made anew each time.
+    keep: Callable[..., Tensor] = torch.compiler.disable(_keep)  # type: ignore[assignment]
 
     def forward(self, x: Tensor, samples: Tensor, *, first_token: int = 0) -> Tensor:
         """x (B, S, D), whose first token is number `first_token` of the sequence."""

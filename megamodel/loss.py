@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from megamodel.data.batch import IGNORE
+from megamodel.kernels.head import Chunked, Projection, linear_cross_entropy
 from parallel.collectives import all_reduce, all_reduce_max
 from parallel.mesh import SINGLE, Group
 
@@ -96,17 +97,25 @@ class Loss:
 
     Called with logits (B, S, v) and labels (targets (B, S), weight scalar): returns
     weight x sum over valid tokens of (cross-entropy + z_weight (log Z)^2). With weight = micro-batches x
-    dp / N, N the valid tokens of the global batch, DeepSpeed's two means make this the token mean. consume:
-    see cross_entropy; for logits that nobody looks at again.
+    dp / N, N the valid tokens of the global batch, DeepSpeed's two means make this the token mean. In place
+    of logits it takes what they are made of: with `chunked` it never holds all of them, without it they are
+    made by the definition. consume: see cross_entropy; for logits that nobody looks at again.
     """
 
     def __init__(
-        self, *, z_weight: float, start: int = 0, group: Group = SINGLE, consume: bool = False
+        self,
+        *,
+        z_weight: float,
+        start: int = 0,
+        group: Group = SINGLE,
+        consume: bool = False,
+        chunked: Chunked | None = None,
     ) -> None:
         self.z_weight = z_weight
         self.start = start
         self.group = group
         self.consume = consume
+        self.chunked = chunked
         self.reset()
 
     def reset(self) -> None:
@@ -117,8 +126,11 @@ class Loss:
         self.max_log_z: Tensor | None = None
         self.per_sample: list[Tensor] = []  # (B, 2): sum and count of each row
 
-    def __call__(self, logits: Tensor, labels: tuple[Tensor, Tensor]) -> Tensor:
+    def __call__(self, made: Tensor | Projection, labels: tuple[Tensor, Tensor]) -> Tensor:
         targets, weight = labels
+        if isinstance(made, Projection) and self.chunked is not None:
+            return self._fused(made, targets, weight)
+        logits = made.logits() if isinstance(made, Projection) else made
         loss, log_z, largest = cross_entropy(
             logits, targets, start=self.start, group=self.group, consume=self.consume
         )
@@ -129,6 +141,14 @@ class Loss:
             return weight * (total + z)
         self._keep(loss, log_z, largest, targets, None)
         return weight * total
+
+    def _fused(self, made: Projection, targets: Tensor, weight: Tensor) -> Tensor:
+        objective, loss, log_z, largest = linear_cross_entropy(
+            made, targets, weight, z_weight=self.z_weight, how=self.chunked
+        )
+        z = self.z_weight * log_z.square().sum() if self.z_weight else None
+        self._keep(loss, log_z, largest, targets, z)
+        return objective
 
     @torch.no_grad()
     def _keep(self, loss: Tensor, log_z: Tensor, largest: Tensor, targets: Tensor, z: Tensor | None) -> None:

@@ -5,18 +5,19 @@ that restart at 0 are the document mask, samples are the global sample numbers t
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from megamodel.accounting import block_matrices
 from megamodel.auxiliary import Auxiliary
-from megamodel.block import Block, Stream, standard_deviation
+from megamodel.block import Block, Recompute, Stream, standard_deviation
 from megamodel.cache import Cache
 from megamodel.config import Logits, Model
 from megamodel.dropout import Clock, KeyedDropout
 from megamodel.init import initialise
+from megamodel.kernels.head import Projection, VocabularyRows
 from megamodel.norm import build_norm
 from megamodel.position import (
     ABSOLUTE,
@@ -60,22 +61,20 @@ class Embedding(nn.Module):
         first = self.parallel.group.rank * x.shape[1] if self.parallel.sequence else 0
         return self.dropout(x, samples, first_token=first), positions, samples
 
-    def unembed(self, x: Tensor) -> Tensor:
-        """The tied head: x -> logits of this rank's vocabulary rows."""
-        logits = self.matrix.logits(x)
-        return logits if self.settings.bias else finished(self.settings, logits)
+    def unembed(self, x: Tensor) -> Projection:
+        """The tied head: x -> what logits are made of."""
+        return projection(self.matrix, self.settings, x)
 
 
 class Tail(nn.Module):
-    """The bias of a tied head, which has to stand outside of what is tied: logits -> logits."""
+    """The bias of a tied head, which has to stand outside of what is tied."""
 
     def __init__(self, settings: Model, *, parallel: TensorParallel) -> None:
         super().__init__()
-        self.settings = settings.logits
         self.bias = VocabularyBias("head.bias", settings.vocab_size, parallel.group)
 
-    def forward(self, logits: Tensor) -> Tensor:
-        return finished(self.settings, self.bias(logits))
+    def forward(self, made: Projection) -> Projection:
+        return replace(made, bias=self.bias.weight)
 
 
 def needs_entry(settings: Model) -> bool:
@@ -124,7 +123,7 @@ class FinalNorm(nn.Module):
 
 
 class Head(nn.Module):
-    """The untied head: x (B, S, D) or (B, S / tp, D) -> logits (B, S, this rank's true rows)."""
+    """The untied head: x (B, S, D) or (B, S / tp, D) -> what logits are made of."""
 
     def __init__(self, settings: Model, *, parallel: TensorParallel) -> None:
         super().__init__()
@@ -138,17 +137,22 @@ class Head(nn.Module):
             bias=settings.logits.bias,
         )
 
-    def forward(self, x: Tensor) -> Tensor:
-        return finished(self.settings, self.matrix.logits(x))
+    def forward(self, x: Tensor) -> Projection:
+        return projection(self.matrix, self.settings, x)
 
 
-def finished(settings: Logits, logits: Tensor) -> Tensor:
-    """The product with the head -> the logits: x scale, cap."""
-    if settings.scale != 1:
-        logits = logits * settings.scale
-    if settings.softcap is not None:
-        logits = settings.softcap * torch.tanh(logits / settings.softcap)
-    return logits
+def projection(matrix: VocabularyMatrix, settings: Logits, x: Tensor) -> Projection:
+    """Hidden states, whole, with this rank's rows of the matrix: the loss makes of them what it needs."""
+    shard = matrix.shard
+    rows = VocabularyRows(
+        count=shard.true_rows,
+        start=shard.start,
+        group=shard.group,
+        scale=settings.scale,
+        softcap=settings.softcap,
+    )
+    bias = None if matrix.bias is None else matrix.bias.weight
+    return Projection(matrix.parallel.enter(x), matrix.weight, bias, rows)
 
 
 def site(name: str, settings: Model, parallel: TensorParallel, width: int | None = None) -> Site:
@@ -188,7 +192,7 @@ class Positions:
         return built
 
 
-def _unembed(embedding: nn.Module, x: Tensor) -> Tensor:
+def _unembed(embedding: nn.Module, x: Tensor) -> Projection:
     assert isinstance(embedding, Embedding)
     return embedding.unembed(x)
 
@@ -204,7 +208,7 @@ class Layer:
     cost: float
     is_block: bool = False
     tied: str | None = None
-    apply: Callable[[nn.Module, Tensor], Tensor] | None = None
+    apply: Callable[[nn.Module, Tensor], Projection] | None = None
 
 
 def layers(
@@ -213,21 +217,29 @@ def layers(
     seed: int,
     documents: bool,
     parallel: TensorParallel,
-    recompute: bool = False,
+    recompute: Recompute = "none",
+    recompute_every: int = 1,
     clock: Clock | None = None,
     auxiliary: Auxiliary | None = None,
     initial: bool = True,
+    equip: Callable[[nn.Module], None] = lambda module: None,
 ) -> list[Layer]:
     """The model as layer builders. Each builds with its initial weights, the same at every layout.
 
     Costs are matrix elements that a token is multiplied with; the embedding counts as a look-up. With
-    initial=False the weights are left as the memory is, to be loaded.
+    initial=False the weights are left as the memory is, to be loaded. equip is called with each layer that
+    was built (see megamodel.choose). recompute counts for every recompute_every-th block, from the first.
     """
     clock, auxiliary = clock or Clock(), auxiliary or Auxiliary()
     positions = Positions(settings, parallel)
 
     def started(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-        return (lambda: initialise(build(), seed=seed)) if initial else build
+        def finished() -> nn.Module:
+            module = initialise(build(), seed=seed) if initial else build()
+            equip(module)
+            return module
+
+        return finished
 
     def block(layer: int) -> Layer:
         build = started(
@@ -238,7 +250,7 @@ def layers(
                 documents=documents,
                 seed=seed,
                 clock=clock,
-                recompute=recompute,
+                recompute="none" if layer % recompute_every else recompute,
                 parallel=parallel,
                 auxiliary=auxiliary,
             )
@@ -274,9 +286,10 @@ class Transformer(nn.Module):
         *,
         seed: int = 0,
         documents: bool = False,
-        recompute: bool = False,
+        recompute: Recompute = "none",
         initial: bool = True,
         parallel: TensorParallel | None = None,
+        equip: Callable[[nn.Module], None] = lambda module: None,
     ) -> None:
         super().__init__()
         self.settings = settings
@@ -292,6 +305,7 @@ class Transformer(nn.Module):
             clock=self.clock,
             auxiliary=self.auxiliary,
             initial=initial,
+            equip=equip,
         )
         built: dict[str, nn.Module] = {}
         self.layers = nn.ModuleList()
@@ -308,23 +322,33 @@ class Transformer(nn.Module):
         samples: Tensor | None = None,
         caches: list[Cache] | None = None,
     ) -> Tensor:
-        """positions default to 0 .. S - 1; samples, which key dropout, to 0 .. B - 1.
+        """The logits. positions default to 0 .. S - 1; samples, which key dropout, to 0 .. B - 1.
 
         caches, one a block: what earlier calls saw is seen too; positions are then needed, -1 for padding.
         """
+        return self.project(tokens, positions, samples, caches).logits()
+
+    def project(
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        samples: Tensor | None = None,
+        caches: list[Cache] | None = None,
+    ) -> Projection:
+        """The same before the logits are made, for a loss that does not need all of them."""
         rows, length = tokens.shape
         if positions is None:
             positions = torch.arange(length, device=tokens.device).expand(rows, length)
         if samples is None:
             samples = torch.arange(rows, device=tokens.device)
         remaining = iter(caches) if caches is not None else None
-        x: Stream | Tensor = (tokens, positions, samples)
+        x: Stream | Tensor | Projection = (tokens, positions, samples)
         for part, module in zip(self._parts, self.layers, strict=True):
             if part.is_block and remaining is not None:
                 x = module(x, next(remaining))
             else:
                 x = part.apply(module, x) if part.apply else module(x)  # type: ignore[arg-type]
-        assert isinstance(x, Tensor)
+        assert isinstance(x, Projection)
         return x
 
     def regime(self, length: int) -> tuple[int, ...]:

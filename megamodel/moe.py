@@ -15,7 +15,7 @@ from megamodel.activation import ACTIVATIONS, gating
 from megamodel.auxiliary import Auxiliary, attach
 from megamodel.feedforward import FeedForward
 from parallel.piece import Fill, Piece, tag
-from parallel.tensor import InnerLinear, TensorParallel, replicated
+from parallel.tensor import InnerLinear, Product, TensorParallel, replicated
 
 
 @config
@@ -162,7 +162,11 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """The weights of this rank's experts: whole experts, n / tp on each rank."""
+    """The weights of this rank's experts: whole experts, n / tp on each rank.
+
+    form: loop, each expert in turn; sorted, tokens in the order of their experts; grouped, so and in torch's
+    grouped products.
+    """
 
     def __init__(
         self,
@@ -179,6 +183,8 @@ class Experts(nn.Module):
         n, width, group = settings.n_experts, settings.d_ff, parallel.group
         if n % group.size:
             raise ValueError(f"model.experts.n_experts ({n}) must be divisible by parallel.tp ({group.size})")
+        self.product: Product = F.linear
+        self.form: Literal["loop", "sorted", "grouped"] = "sorted"
         self.count = n // group.size
         self.first = group.rank * self.count
         self.gated, self.activation = form.gated, ACTIVATIONS[form.activation]
@@ -207,6 +213,12 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """x (T, D), chosen (T, k), weights (T, k) (0: not taken) -> sum over this rank's experts (T, D)."""
+        if self.form == "loop":
+            return self._loop(x, chosen, weights)
+        return self._sorted(x, chosen, weights)
+
+    def _loop(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """The definition: each expert looks for its tokens."""
         out = torch.zeros_like(x)
         taken = weights != 0
         for i in range(self.count):
@@ -215,12 +227,40 @@ class Experts(nn.Module):
             out = out.index_add(0, token, y)
         return out
 
+    def _sorted(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """All assignments in the order of their experts, what is not ours at the end: one gather, products of
+        whole groups, one sum. Nothing waits for a number of a GPU's."""
+        local = chosen - self.first
+        ours = (local >= 0) & (local < self.count) & (weights != 0)
+        number = torch.where(ours, local, self.count).flatten()
+        order = number.argsort(stable=True)
+        token, expert = order // chosen.shape[1], number[order]
+        counts = torch.bincount(number, minlength=self.count + 1)[: self.count]
+        y = self._groups(x[token], expert, counts)
+        share = torch.where(ours, weights, 0.0).flatten()[order].to(x.dtype).unsqueeze(-1)
+        y = torch.where((expert < self.count).unsqueeze(-1), y * share, 0.0)
+        return torch.zeros_like(x).index_add(0, token, y)
+
+    def _groups(self, x: Tensor, expert: Tensor, counts: Tensor) -> Tensor:
+        """x (n, D) in the order of `expert` (n), `counts` of each -> (n, D); rows of no expert: anything."""
+        if self.form == "sorted":
+            parts = x.split([*counts.tolist(), int(x.shape[0] - counts.sum())])
+            return torch.cat([*(self._expert(i, part) for i, part in enumerate(parts[:-1])), parts[-1]])
+        ends = counts.cumsum(0).to(torch.int32)
+        row = expert.clamp(max=self.count - 1)
+        h = F.grouped_mm(x, self.inner.transpose(-1, -2), offs=ends)
+        if self.inner_bias is not None:
+            h = h + self.inner_bias.view(self.count, -1)[row]
+        h = self.gate(*h.chunk(2, dim=-1)) if self.gated else self.activation(h)
+        y = F.grouped_mm(h, self.down.transpose(-1, -2), offs=ends)
+        return y if self.down_bias is None else y + self.down_bias.view(self.count, -1)[row]
+
     def _expert(self, i: int, x: Tensor) -> Tensor:
         inner_bias = None if self.inner_bias is None else self.inner_bias.view(self.count, -1)[i]
         down_bias = None if self.down_bias is None else self.down_bias.view(self.count, -1)[i]
-        h = F.linear(x, self.inner[i], inner_bias)
+        h = self.product(x, self.inner[i], inner_bias)
         h = self.gate(*h.chunk(2, dim=-1)) if self.gated else self.activation(h)
-        return F.linear(h, self.down[i], down_bias)
+        return self.product(h, self.down[i], down_bias)
 
 
 class MixtureOfExperts(nn.Module):

@@ -48,6 +48,9 @@ class Position(nn.Module):
         """Texts of lengths in one regime turn their tokens alike; a memory holds for one regime."""
         return 0
 
+    def prepare(self, positions: Tensor) -> None:
+        """Make the tables that positions (B, S) of a training row need, outside of what is compiled."""
+
     def embed(self, x: Tensor, positions: Tensor) -> Tensor:
         """x (B, S, D), positions (B, S) -> x with absolute positions added."""
         return x
@@ -113,6 +116,10 @@ class Rope(Position):
 
     def regime(self, length: int) -> int:
         return regime(self.settings.scaling, length)
+
+    def prepare(self, positions: Tensor) -> None:
+        if not self.varies:
+            self.tables(positions.shape[-1], positions.device)
 
     def tables(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """cos and sin, (at least length, R / 2) each, in fp32 on the device; grown when needed."""

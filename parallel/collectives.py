@@ -3,6 +3,8 @@
 B batch, S sequence length, D width, tp group size.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -115,9 +117,17 @@ class _Sum(torch.autograd.Function):
         return all_reduce(grad.contiguous().clone(), ctx.group), None
 
 
+def _apply(function: type[torch.autograd.Function], x: Tensor, group: Group) -> Tensor:
+    return function.apply(x, group)  # type: ignore[return-value]
+
+
+# No graph of torch.compile holds a collective of ours: it ends before it and goes on after it.
+_outside: Callable[..., Tensor] = torch.compiler.disable(_apply)  # type: ignore[assignment]
+
+
 def sum_inside(x: Tensor, group: Group) -> Tensor:
     """Sum over the group, inside a region: each rank uses it in its own way, so backward sums too."""
-    return x if group.size == 1 else _Sum.apply(x, group)  # type: ignore[return-value]
+    return x if group.size == 1 else _outside(_Sum, x, group)
 
 
 def gather_last(x: Tensor, group: Group) -> Tensor:
@@ -133,19 +143,19 @@ def gather_last(x: Tensor, group: Group) -> Tensor:
 
 def copy_to(x: Tensor, group: Group) -> Tensor:
     """Identity; backward sums the gradients over the group. Entry of a tensor-parallel region."""
-    return x if group.size == 1 else _Copy.apply(x, group)  # type: ignore[return-value]
+    return x if group.size == 1 else _outside(_Copy, x, group)
 
 
 def reduce_from(x: Tensor, group: Group) -> Tensor:
     """Sum over the group; backward is the identity. Exit of a tensor-parallel region."""
-    return x if group.size == 1 else _Reduce.apply(x, group)  # type: ignore[return-value]
+    return x if group.size == 1 else _outside(_Reduce, x, group)
 
 
 def gather_sequence(x: Tensor, group: Group) -> Tensor:
     """(B, S / tp, D) -> (B, S, D); backward is a reduce-scatter."""
-    return x if group.size == 1 else _GatherSequence.apply(x, group)  # type: ignore[return-value]
+    return x if group.size == 1 else _outside(_GatherSequence, x, group)
 
 
 def scatter_sequence(x: Tensor, group: Group) -> Tensor:
     """Partial sums (B, S, D) -> this rank's part of their sum (B, S / tp, D); backward is an all-gather."""
-    return x if group.size == 1 else _ScatterSequence.apply(x, group)  # type: ignore[return-value]
+    return x if group.size == 1 else _outside(_ScatterSequence, x, group)

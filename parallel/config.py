@@ -16,10 +16,13 @@ class Parallel:
         on_resume="free",
         help="split activations between the tp regions over the sequence; needs tp > 1",
     )
-    recompute: Literal["none", "block"] = setting(
+    recompute: Literal["none", "block", "attention"] = setting(
         "none",
         on_resume="free",
-        help="recompute each block's activations in backward instead of keeping them",
+        help="make activations again in backward instead of keeping them: of whole blocks, or attentions",
+    )
+    recompute_every: int = setting(
+        1, on_resume="free", help="recompute only every n-th block, from the first on"
     )
     stage_layers: list[int] | None = setting(
         None, on_resume="free", help="blocks of each pipeline stage; null balances by cost"
@@ -28,6 +31,8 @@ class Parallel:
     def __post_init__(self) -> None:
         if self.tp < 1 or self.pp < 1:
             raise ValueError(f"parallel.tp ({self.tp}) and parallel.pp ({self.pp}) must be at least 1")
+        if self.recompute_every < 1:
+            raise ValueError(f"parallel.recompute_every ({self.recompute_every}) must be at least 1")
         if self.sequence_parallel and self.tp == 1:
             raise ValueError(
                 "parallel.sequence_parallel=true needs parallel.tp of 2 or more (it is 1); "

@@ -29,7 +29,7 @@ class LayerLike(Protocol):
     @property
     def tied(self) -> str | None: ...
     @property
-    def apply(self) -> Callable[[nn.Module, Tensor], Tensor] | None: ...
+    def apply(self) -> Callable[[nn.Module, Tensor], Any] | None: ...
 
 
 class StagedModule(PipelineModule):
@@ -67,7 +67,7 @@ class _DeferredSpec(LayerSpec):
 
 class _DeferredTiedSpec(TiedLayerSpec):
     def __init__(
-        self, key: str, build: Callable[[], nn.Module], apply: Callable[[nn.Module, Tensor], Tensor] | None
+        self, key: str, build: Callable[[], nn.Module], apply: Callable[[nn.Module, Tensor], Any] | None
     ) -> None:
         super().__init__(key, nn.Module, forward_fn=apply, tied_weight_attr="matrix.weight")
         self._build = build

@@ -4,7 +4,7 @@ B batch, S sequence length, D width, V vocabulary. Under sequence parallelism x 
 regions is this rank's (B, S / tp, D); inside, and always without it, the sequence is whole.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +14,9 @@ from torch import Tensor, nn
 from parallel.collectives import copy_to, gather_sequence, reduce_from, scatter_sequence
 from parallel.mesh import SINGLE, Group
 from parallel.piece import Fill, Piece, tag
+
+# y = x W^T + b: (x, W, b or None) -> y. Layers multiply with F.linear unless they are given another.
+Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,7 @@ class ColumnLinear(nn.Module):
         bias: bool = False,
     ) -> None:
         super().__init__()
+        self.product: Product = F.linear
         self.sizes: list[int] = []
         weights: list[Piece] = []
         biases: list[Piece] = []
@@ -105,7 +109,7 @@ class ColumnLinear(nn.Module):
             tag(self.bias, biases, Fill(0.0, 0.0))
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        return F.linear(x, self.weight, self.bias).split(self.sizes, dim=-1)
+        return self.product(x, self.weight, self.bias).split(self.sizes, dim=-1)
 
 
 class RowLinear(nn.Module):
@@ -118,6 +122,7 @@ class RowLinear(nn.Module):
         self, name: str, d_in: int, d_out: int, *, std: float, parallel: TensorParallel, bias: bool = False
     ) -> None:
         super().__init__()
+        self.product: Product = F.linear
         group = parallel.group
         if d_in % group.size:
             raise ValueError(f"{name}: {d_in} columns cannot be split over tp ({group.size})")
@@ -129,7 +134,7 @@ class RowLinear(nn.Module):
         self.bias = replicated(f"{name}.bias", d_out, Fill(0.0, 0.0), parallel) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.parallel.leave(F.linear(x, self.weight))
+        y = self.parallel.leave(self.product(x, self.weight, None))
         return y if self.bias is None else y + self.bias
 
 
@@ -170,13 +175,14 @@ class InnerLinear(nn.Module):
         self, name: str, d_in: int, d_out: int, *, std: float, parallel: TensorParallel, bias: bool = False
     ) -> None:
         super().__init__()
+        self.product: Product = F.linear
         weight = Fill(0.0, std)
         self.weight = replicated(f"{name}.weight", (d_out, d_in), weight, parallel, inside=True)
         zero = Fill(0.0, 0.0)
         self.bias = replicated(f"{name}.bias", d_out, zero, parallel, inside=True) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return self.product(x, self.weight, self.bias)
 
 
 @dataclass(frozen=True)
@@ -234,12 +240,6 @@ class VocabularyMatrix(nn.Module):
         ours = (local >= 0) & (local < self.shard.rows)
         x = F.embedding(local.clamp(0, self.shard.rows - 1), self.weight)
         return self.parallel.leave(x * ours.unsqueeze(-1))
-
-    def logits(self, x: Tensor) -> Tensor:
-        """x (B, S, D) or (B, S / tp, D) -> (B, S, true rows of this rank)."""
-        rows = self.shard.true_rows
-        logits = F.linear(self.parallel.enter(x), self.weight[:rows])
-        return logits if self.bias is None else self.bias(logits)
 
 
 class VocabularyBias(nn.Module):

@@ -17,20 +17,17 @@ CACHE_BYTES = 1 << 20  # fp32 numbers of a few rows that are worked on while the
 
 
 @dataclass(frozen=True)
-class Head:
-    """How logits are made of hidden states: cap(scale (x W^T + b)), and how much memory that may take.
+class VocabularyRows:
+    """This rank's part of the vocabulary, and how logits are made: cap(scale (x W^T + b)).
 
-    rows: true rows of the weight. start: number of the first in the vocabulary. workspace_bytes: of the
-    logits that are held at once. wide: 16-bit operands are multiplied in fp32.
+    count: true rows of the weight; start: number of the first in the vocabulary; group: who has the others.
     """
 
-    rows: int
+    count: int
     start: int = 0
+    group: Group = SINGLE
     scale: float = 1.0
     softcap: float | None = None
-    group: Group = SINGLE
-    workspace_bytes: int = 128 << 20
-    wide: bool = False
 
 
 @dataclass(frozen=True)
@@ -40,22 +37,27 @@ class Projection:
     x: Tensor
     weight: Tensor
     bias: Tensor | None
-    head: Head
+    rows: VocabularyRows
 
     def logits(self) -> Tensor:
         """(B, S, v) by the definition."""
-        rows = self.head.rows
-        bias = None if self.bias is None else self.bias[:rows]
-        return finished(F.linear(self.x, self.weight[:rows], bias), self.head.scale, self.head.softcap)
+        count = self.rows.count
+        bias = None if self.bias is None else self.bias[:count]
+        logits = F.linear(self.x, self.weight[:count], bias)
+        if self.rows.scale != 1:
+            logits = logits * self.rows.scale
+        if self.rows.softcap is not None:
+            logits = self.rows.softcap * torch.tanh(logits / self.rows.softcap)
+        return logits
 
 
-def finished(logits: Tensor, scale: float, softcap: float | None) -> Tensor:
-    """The product with the head -> the logits: x scale, cap."""
-    if scale != 1:
-        logits = logits * scale
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
-    return logits
+@dataclass(frozen=True)
+class Chunked:
+    """How the fused head works. workspace_bytes: of the logits that are held at once; wide: 16-bit operands
+    are multiplied in fp32."""
+
+    workspace_bytes: int = 128 << 20
+    wide: bool = False
 
 
 class _Fused(torch.autograd.Function):
@@ -71,10 +73,11 @@ class _Fused(torch.autograd.Function):
         targets: Tensor,
         coefficient: Tensor,
         z_weight: float,
-        head: Head,
+        head: VocabularyRows,
+        how: Chunked,
         gradients: tuple[bool, bool, bool],
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        work = _Work(x, weight, bias, head, gradients)
+        work = _Work(x, weight, bias, head, how, gradients)
         coefficient = coefficient.to(device=x.device, dtype=torch.float32)
         rows = x.new_zeros((3, x.shape[0]), dtype=torch.float32)  # loss, log Z, largest logit
         for first in range(0, x.shape[0], work.chunk):
@@ -100,7 +103,7 @@ class _Fused(torch.autograd.Function):
             for gradient in gradients:
                 if gradient is not None:
                     gradient.mul_(upstream)
-        return (*gradients, None, None, None, None, None)
+        return (*gradients, None, None, None, None, None, None)
 
 
 class _Work:
@@ -111,18 +114,20 @@ class _Work:
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        head: Head,
+        head: VocabularyRows,
+        how: Chunked,
         gradients: tuple[bool, bool, bool],
     ) -> None:
         self.head, self.x, self.dtype = head, x, x.dtype
-        self.compute = torch.float32 if head.wide else x.dtype
-        self.weight = weight[: head.rows].to(self.compute)
-        self.bias = None if bias is None else bias[: head.rows].to(self.compute)
+        self.compute = torch.float32 if how.wide else x.dtype
+        self.weight = weight[: head.count].to(self.compute)
+        self.bias = None if bias is None else bias[: head.count].to(self.compute)
         needs_x, needs_weight, needs_bias = gradients
         self.of_x = torch.empty_like(x) if needs_x else None
-        self.chunk = max(1, head.workspace_bytes // max(head.rows * self.weight.element_size(), 1))
+        # By the padded rows, which are as many on every rank: all must come to the same collectives.
+        self.chunk = max(1, how.workspace_bytes // (4 * weight.shape[0]))
         # Adding up many 16-bit chunks in 16 bit would lose digits; one is exact, and few large ones are rare.
-        several = self.chunk < x.shape[0] and head.rows * x.shape[1] * 4 <= head.workspace_bytes
+        several = self.chunk < x.shape[0] and head.count * x.shape[1] * 4 <= how.workspace_bytes
         summed = torch.float32 if several else self.compute
         self.whole = weight.new_zeros(weight.shape, dtype=summed) if needs_weight else None
         self.target_dtype = weight.dtype
@@ -159,13 +164,13 @@ class _Work:
             else:
                 self.of_x[part] = gradient @ self.weight
         if self.whole is not None:
-            mine = self.whole[: self.head.rows]
+            mine = self.whole[: self.head.count]
             if mine.dtype == gradient.dtype:
                 mine.addmm_(gradient.t(), x)
             else:
                 mine += gradient.t() @ x
         if self.of_bias is not None:
-            self.of_bias[: self.head.rows] += gradient.sum(0, dtype=torch.float32)
+            self.of_bias[: self.head.count] += gradient.sum(0, dtype=torch.float32)
 
     def result(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """The gradients of x, weight and bias."""
@@ -251,7 +256,9 @@ def one_pass(
     return found
 
 
-def two_passes(logits: Tensor, targets: Tensor, factor: Tensor, z_weight: float, head: Head) -> Tensor:
+def two_passes(
+    logits: Tensor, targets: Tensor, factor: Tensor, z_weight: float, head: VocabularyRows
+) -> Tensor:
     """The same over several ranks or on a GPU: log Z of the whole vocabulary first, then the gradient."""
     largest, total, target = statistics(logits, targets, head.start)
     log_z, largest, target = reduced(largest, total, target, head.group)
@@ -285,14 +292,19 @@ def gradient_(
 
 
 def linear_cross_entropy(
-    projection: Projection, targets: Tensor, coefficient: Tensor, *, z_weight: float = 0.0
+    projection: Projection,
+    targets: Tensor,
+    coefficient: Tensor,
+    *,
+    z_weight: float = 0.0,
+    how: Chunked | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(objective, cross-entropy, log Z, largest logit): a number to differentiate, once, and (B, S) each.
 
     objective = coefficient sum over valid tokens of (cross-entropy + z_weight (log Z)^2), all in fp32; 0, 0
     and -inf where the target (B, S) is IGNORE. Holds workspace_bytes of logits at a time, and none after.
     """
-    x, head = projection.x, projection.head
+    x, how = projection.x, how or Chunked()
     tensors = (x, projection.weight, projection.bias)
     wanted = tuple(torch.is_grad_enabled() and t is not None and t.requires_grad for t in tensors)
     objective, loss, log_z, largest = _Fused.apply(  # type: ignore[misc]
@@ -302,7 +314,8 @@ def linear_cross_entropy(
         targets.reshape(-1),
         coefficient,
         z_weight,
-        head,
+        projection.rows,
+        how,
         wanted,
     )
     return objective, loss.view(targets.shape), log_z.view(targets.shape), largest.view(targets.shape)

@@ -18,7 +18,7 @@ FIVE_STEPS = [
     Case(dp=4),
     Case(tp=2, pp=2, dp=2, sequence=True, tied=True),
     Case(tp=2, pp=2, dp=2, vocabulary=257),
-    Case(pp=2, dp=2, tied=True, ragged=True, documents=True, recompute=True),
+    Case(pp=2, dp=2, tied=True, ragged=True, documents=True, recompute="block"),
     Case(pp=2, tp=2, n_layers=5, stage_layers=(2, 3), sequence=True, documents=True, micro_batch=4),
 ]
 
@@ -97,7 +97,7 @@ def test_dropout_masks_are_the_same_at_every_layout(ranks: Ranks) -> None:
     assert expected["loss"][0] != pytest.approx(reference(Case(steps=2))["loss"][0], abs=1e-3)
     for layout in (
         Case(dropout=0.2, steps=2, tp=2, sequence=True, micro_batch=2),
-        Case(dropout=0.2, steps=2, pp=2, dp=2, recompute=True),
+        Case(dropout=0.2, steps=2, pp=2, dp=2, recompute="block"),
     ):
         for result in ranks.run(layout.world, train, layout):
             np.testing.assert_allclose(result["loss"], expected["loss"], rtol=1e-5)

@@ -9,9 +9,11 @@ import torch.nn.functional as F
 
 from conf.typed import parse
 from megamodel.auxiliary import Auxiliary
+from megamodel.choose import choose, chunked, equip, this_machine
 from megamodel.config import Model
 from megamodel.data.batch import IGNORE, Batch
 from megamodel.dropout import Clock
+from megamodel.kernels.config import Kernels
 from megamodel.loss import Loss
 from megamodel.model import Transformer, layers
 from megamodel.moe import Routed
@@ -41,7 +43,9 @@ class Case:
     z_loss: float = 1e-3
     n_layers: int = 4
     precision: str = "fp32"
-    recompute: bool = False
+    recompute: str = "none"
+    recompute_every: int = 1
+    kernels: tuple[tuple[str, str], ...] = ()
     stage_layers: tuple[int, ...] | None = None
     dropout: float = 0.0
     documents: bool = False
@@ -131,17 +135,28 @@ def build(case: Case) -> Engine:
     parallel = TensorParallel(mesh.tp, sequence=case.sequence)
     model, clock, auxiliary = settings(case), Clock(), Auxiliary()
     shard = VocabularyShard(case.vocabulary, mesh.tp)
+    forms = parse(Kernels, dict(case.kernels))
+    choices = choose(forms, this_machine(mesh.device), case.precision)  # type: ignore[arg-type]
+    head = chunked(choices, forms)
     return Engine(
         layers(
             model,
             seed=7,
             documents=case.documents,
             parallel=parallel,
-            recompute=case.recompute,
+            recompute=case.recompute,  # type: ignore[arg-type]
+            recompute_every=case.recompute_every,
             clock=clock,
             auxiliary=auxiliary,
+            equip=lambda module: equip(module, choices),
         ),
-        Loss(z_weight=case.z_loss, start=shard.start, group=mesh.tp, consume=True),
+        Loss(
+            z_weight=case.z_loss,
+            start=shard.start,
+            group=mesh.tp,
+            consume=True,
+            chunked=head and replace(head, workspace_bytes=4 * 256 * 5),  # several chunks a micro-batch
+        ),
         mesh=mesh,
         make_optimizer=adamw,
         precision=case.precision,  # type: ignore[arg-type]

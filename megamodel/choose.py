@@ -1,0 +1,166 @@
+"""The one place that chooses in which form an operation is computed, and why."""
+
+import importlib.util
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+
+from megamodel.attend import Attend
+from megamodel.block import Block
+from megamodel.kernels.compiler import problem as compiler_problem
+from megamodel.kernels.config import Kernels
+from megamodel.kernels.head import Chunked
+from megamodel.kernels.products import widened
+from megamodel.moe import Experts
+from parallel.tensor import ColumnLinear, InnerLinear, RowLinear
+
+Precision = Literal["fp32", "bf16"]
+LINEAR = (ColumnLinear, InnerLinear, RowLinear, Experts)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the choice depends on. compiler: what is wrong with the one that torch.compile needs, or None."""
+
+    cuda: bool
+    matrix_units: bool  # of a CPU, for 16-bit numbers (AMX)
+    triton: bool
+    compiler: str | None
+
+
+@dataclass(frozen=True)
+class Form:
+    """One form of an operation. refused: why it cannot be used here, None where it can."""
+
+    name: str
+    what: str
+    refused: str | None = None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """An operation, the form that is used, why, and all forms there are."""
+
+    operation: str
+    form: str
+    why: str
+    forms: tuple[Form, ...]
+
+
+def this_machine(device: torch.device) -> Machine:
+    """What there is on this machine."""
+    cuda = device.type == "cuda"
+    return Machine(
+        cuda=cuda,
+        matrix_units=not cuda and bool(torch.cpu._is_amx_tile_supported()),
+        triton=importlib.util.find_spec("triton") is not None,
+        compiler=compiler_problem(cuda=cuda),
+    )
+
+
+def choose(settings: Kernels, machine: Machine, precision: Precision) -> dict[str, Choice]:
+    """The form of each operation by its name. ValueError where a forced one is impossible here."""
+    found = (
+        _products(machine, precision),
+        _head(machine),
+        _attention(machine),
+        _experts(machine, precision),
+        _compile(settings, machine),
+    )
+    return {c.operation: _forced(c, getattr(settings, c.operation)) for c in found}
+
+
+def _forced(choice: Choice, wanted: str) -> Choice:
+    if wanted in ("auto", choice.form):
+        return choice
+    form = next(form for form in choice.forms if form.name == wanted)
+    if form.refused is not None:
+        usable = ", ".join(form.name for form in choice.forms if form.refused is None)
+        raise ValueError(
+            f"kernels.{choice.operation}={wanted} is not possible here: {form.refused}; use auto or {usable}"
+        )
+    return Choice(choice.operation, wanted, "as kernels." + choice.operation + " says", choice.forms)
+
+
+def _products(machine: Machine, precision: Precision) -> Choice:
+    only = None if precision == "bf16" and not machine.cuda else "fp32 on a GPU is no faster than 16 bit"
+    if precision == "fp32":
+        only = "the numbers are fp32 already"
+    forms = (
+        Form("native", "one product in the numbers' own type"),
+        Form("widened", "16-bit operands in fp32, the result rounded once", only),
+    )
+    if only is None and not machine.matrix_units:
+        why = "a CPU without units for 16-bit matrices multiplies fp32 numbers faster"
+        return Choice("products", "widened", why, forms)
+    why = "the device multiplies them fastest" if precision == "bf16" else "there is nothing to widen"
+    return Choice("products", "native", why, forms)
+
+
+def _head(machine: Machine) -> Choice:
+    forms = (
+        Form("whole", "the definition: all logits, then the loss"),
+        Form("chunked", "some tokens at a time; both gradients at once, no logits kept"),
+    )
+    return Choice("head", "chunked", "least memory, and a product less than making logits twice", forms)
+
+
+def _attention(machine: Machine) -> Choice:
+    no_gpu = None if machine.cuda else "torch has no backward pass of it on a CPU"
+    forms = (
+        Form("whole", "the definition: all scores in memory"),
+        Form("sdpa", "torch's own, with a mask of S x S for windows and documents"),
+        Form(
+            "blocked", "torch's own; windows by blocks of queries, documents one by one; memory linear in S"
+        ),
+        Form("flex", "flex_attention, compiled: windows, documents, soft caps, sinks; linear in S", no_gpu),
+    )
+    if machine.cuda:
+        why = (
+            "blocks that see nothing are skipped; plain causal rows still go through torch's flash attention"
+        )
+        return Choice("attention", "flex", why, forms)
+    why = "nothing is computed between documents or beyond a window"
+    return Choice("attention", "blocked", why, forms)
+
+
+def _experts(machine: Machine, precision: Precision) -> Choice:
+    refused = None if machine.cuda and precision == "bf16" else "torch's grouped products need bf16 on a GPU"
+    forms = (
+        Form("loop", "the definition: each expert looks for its tokens"),
+        Form("sorted", "one gather by expert, a product for each, one sum"),
+        Form("grouped", "one gather by expert, one grouped product, one sum", refused),
+    )
+    form = "sorted" if refused else "grouped"
+    return Choice("experts", form, "one pass over the tokens instead of one for each expert", forms)
+
+
+def _compile(settings: Kernels, machine: Machine) -> Choice:
+    forms = (
+        Form("none", "operations one by one"),
+        Form("block", "torch.compile of each block: what is pointwise in one pass", machine.compiler),
+    )
+    why = "kernels.compile is none; block is faster after some seconds at the start"
+    return Choice("compile", "none", why, forms)
+
+
+def chunked(choices: dict[str, Choice], settings: Kernels) -> Chunked | None:
+    """How the head works with these choices; None: all logits at once."""
+    if choices["head"].form == "whole":
+        return None
+    return Chunked(settings.workspace_bytes, wide=choices["products"].form == "widened")
+
+
+def equip(module: nn.Module, choices: dict[str, Choice]) -> None:
+    """Give the parts of a model the forms that were chosen."""
+    for part in module.modules():
+        if isinstance(part, LINEAR) and choices["products"].form == "widened":
+            part.product = widened
+        if isinstance(part, Attend):
+            part.backend = choices["attention"].form  # type: ignore[assignment]
+        if isinstance(part, Experts):
+            part.form = choices["experts"].form  # type: ignore[assignment]
+        if isinstance(part, Block) and choices["compile"].form == "block":
+            part.compile_block()

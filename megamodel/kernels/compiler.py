@@ -1,0 +1,50 @@
+"""torch.compile of blocks: whether it can be, and how often it was."""
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._dynamo.utils import counters
+
+LIMIT = 16  # forms of one block that are compiled before the rest runs as it is
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What torch.compile has done in this process. graphs: compiled pieces; breaks: places where one ends."""
+
+    graphs: int
+    breaks: int
+    beyond_limit: bool
+
+
+def problem(*, cuda: bool) -> str | None:
+    """Why torch.compile cannot be used here; None where it can."""
+    if cuda:
+        import importlib.util
+
+        return None if importlib.util.find_spec("triton") else "torch.compile needs triton on a GPU"
+    from torch._inductor import config, cpp_builder
+
+    wanted = config.cpp.cxx if isinstance(config.cpp.cxx, (list, tuple)) else (config.cpp.cxx,)
+    if any(name and shutil.which(name) for name in wanted):
+        return None
+    try:
+        cpp_builder.get_cpp_compiler()
+    except Exception:
+        return "torch.compile needs a C++ compiler (g++ or clang++) on a CPU, and there is none"
+    return None
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function behind torch.compile: one graph for each form of its inputs, at most LIMIT."""
+    torch._dynamo.config.recompile_limit = LIMIT
+    return torch.compile(function, dynamic=False)
+
+
+def counted() -> Compiled:
+    """What was compiled so far."""
+    limit = any("recompile_limit" in str(reason) for reason in counters["graph_break"])
+    return Compiled(counters["stats"]["unique_graphs"], sum(counters["graph_break"].values()), limit)

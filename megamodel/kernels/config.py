@@ -1,0 +1,45 @@
+"""Which form of each operation is used, where a form is to be forced."""
+
+from typing import Literal
+
+from conf.typed import config, setting
+
+
+@config
+class Kernels:
+    """How operations are computed; what they compute is the same up to rounding."""
+
+    products: Literal["auto", "native", "widened"] = setting(
+        "auto",
+        on_resume="free",
+        help="16-bit matrix products: in 16 bit, or in fp32 where that is faster (CPUs without AMX)",
+    )
+    head: Literal["auto", "whole", "chunked"] = setting(
+        "auto",
+        on_resume="free",
+        help="head and loss: with all logits in memory, or some tokens at a time, gradients at once",
+    )
+    workspace_bytes: int = setting(
+        128 << 20, on_resume="free", help="memory for the logits that a chunked head holds at once"
+    )
+    attention: Literal["auto", "whole", "sdpa", "blocked", "flex"] = setting(
+        "auto",
+        on_resume="free",
+        help="all scores in memory; torch's own with masks; blocks of queries; torch's flex_attention (GPU)",
+    )
+    experts: Literal["auto", "loop", "sorted", "grouped"] = setting(
+        "auto",
+        on_resume="free",
+        help="each expert in turn; tokens sorted by expert; sorted and in grouped products (GPU)",
+    )
+    compile: Literal["none", "block"] = setting(
+        "none",
+        on_resume="free",
+        help="torch.compile of each block: some seconds at the start, faster steps after; needs a compiler",
+    )
+
+    def __post_init__(self) -> None:
+        if self.workspace_bytes < 1 << 20:
+            raise ValueError(
+                f"kernels.workspace_bytes ({self.workspace_bytes}) must be at least 1048576 (1 MiB)"
+            )
