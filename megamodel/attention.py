@@ -80,6 +80,7 @@ class Place:
     documents: bool
     dropout: KeyedDropout
     parallel: TensorParallel
+    projected: bool = False  # whether q, k and v are made outside, together with what else reads x
 
     def attend(self, settings: Masked, n_heads: int, width: int) -> Attend:
         scale = settings.scale if settings.scale is not None else width**-0.5
@@ -146,6 +147,11 @@ class GroupedAttention(nn.Module):
             """Numbers that a token leaves in the cache."""
             return 2 * self.n_kv_heads * self.head_width
 
+        def outputs(self) -> dict[str, Heads]:
+            """What is made of x."""
+            keys = Heads(self.n_kv_heads, self.head_width)
+            return {"q": Heads(self.n_heads, self.head_width), "k": keys, "v": keys}
+
         def matrix_elements(self, d_model: int) -> int:
             """Matrix elements that a token is multiplied with."""
             return d_model * 2 * (self.n_heads + self.n_kv_heads) * self.head_width
@@ -155,14 +161,19 @@ class GroupedAttention(nn.Module):
         self.parallel = parallel = place.parallel
         self.head_width = width = settings.head_width
         self.clip = settings.clip
-        queries, keys = Heads(settings.n_heads, width), Heads(settings.n_kv_heads, width)
-        self.qkv = ColumnLinear(
-            place.name,
-            place.d_model,
-            {"q": queries, "k": keys, "v": keys},
-            std=place.std,
-            group=parallel.group,
-            bias=settings.bias,
+        outputs = settings.outputs()
+        queries, keys = outputs["q"], outputs["k"]
+        self.qkv = (
+            None
+            if place.projected
+            else ColumnLinear(
+                place.name,
+                place.d_model,
+                outputs,
+                std=place.std,
+                group=parallel.group,
+                bias=settings.bias,
+            )
         )
         self.output = RowLinear(
             f"{place.name}.output",
@@ -178,11 +189,18 @@ class GroupedAttention(nn.Module):
         self.position = place.position
         self.attend = place.attend(settings, settings.n_heads, width)
 
-    def forward(self, x: Tensor, positions: Tensor, samples: Tensor, cache: Cache | None = None) -> Tensor:
-        """x (B, S, D) between the regions, positions (B, S), samples (B,) -> like x."""
-        q, k, v = (
-            y.unflatten(-1, (-1, self.head_width)) for y in self.qkv(self.parallel.enter(x))
-        )  # (B, S, h, E), (B, S, k, E) twice
+    def forward(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        samples: Tensor,
+        cache: Cache | None = None,
+        projected: tuple[Tensor, ...] | None = None,
+    ) -> Tensor:
+        """x (B, S, D) between the regions, positions (B, S), samples (B,) -> like x. projected: q, k, v."""
+        made = projected if self.qkv is None else self.qkv(self.parallel.enter(x))
+        assert made is not None
+        q, k, v = (y.unflatten(-1, (-1, self.head_width)) for y in made)  # (B, S, h, E), (B, S, k, E) twice
         q, k = self.q_norm(q), self.k_norm(k)
         if self.clip is not None:
             q, k, v = (y.clamp(-self.clip, self.clip) for y in (q, k, v))

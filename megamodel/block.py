@@ -22,7 +22,7 @@ from megamodel.latent import LatentAttention
 from megamodel.moe import MixtureOfExperts
 from megamodel.norm import build_norm
 from megamodel.position import Position
-from parallel.tensor import TensorParallel
+from parallel.tensor import ColumnLinear, TensorParallel
 
 Stream = tuple[Tensor, Tensor, Tensor]  # (x, positions, samples): all that crosses a stage border
 Recompute = Literal["none", "block", "attention"]
@@ -118,6 +118,7 @@ class Block(nn.Module):
     ) -> None:
         super().__init__()
         self.run: Callable[..., Tensor] = self._run
+        self.joint = joint_projection(settings, layer, parallel)
         name, own = f"blocks.{layer}", settings.layer(layer)
         dropout, std = settings.dropout, standard_deviation(settings)
 
@@ -137,9 +138,11 @@ class Block(nn.Module):
             documents=documents,
             dropout=keyed(dropout.attention, "attention"),
             parallel=parallel,
+            projected=self.joint is not None,
         )
         attention = ATTENTIONS[own.attention.kind](own.attention, place)  # type: ignore[arg-type]
-        feedforward = _feedforward(f"{name}.feedforward", settings, own, layer, auxiliary, parallel)
+        joint = self.joint is not None
+        feedforward = _feedforward(f"{name}.feedforward", settings, own, layer, auxiliary, parallel, joint)
         layout = LAYOUTS[settings.layout]
         self.is_parallel, self.is_shared = layout.parallel, layout.shared
         self.attend = Sublayer(
@@ -184,11 +187,15 @@ class Block(nn.Module):
             return self.feed(self._attended(x, positions, samples, cache), samples)
         normed = self.attend.before(x)
         other = normed if self.is_shared else self.feed.before(x)
-        inputs = (normed, samples, positions, samples, cache)
+        inputs: tuple[Any, ...] = (normed, samples, positions, samples, cache)
+        inner: tuple[Any, ...] = (other, samples)
+        if self.joint is not None:
+            made = self.joint(self.parallel.enter(normed))
+            inputs, inner = (*inputs, made[:3]), (*inner, made[3:])
         attended = self.attend.branch
         if self.recompute == "attention" and self.training:
-            return x + recomputed(attended, *inputs) + self.feed.branch(other, samples)
-        return x + attended(*inputs) + self.feed.branch(other, samples)
+            return x + recomputed(attended, *inputs) + self.feed.branch(*inner)
+        return x + attended(*inputs) + self.feed.branch(*inner)
 
     def forward(self, stream: Stream, cache: Cache | None = None) -> Stream:
         x, positions, samples = stream
@@ -211,6 +218,21 @@ def recomputed(function: Callable[..., Any], *inputs: Any) -> Any:
     return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
 
 
+def joint_projection(settings: Model, layer: int, parallel: TensorParallel) -> ColumnLinear | None:
+    """q, k, v and the inner feed-forward in one product, where all read the same normed x and only then."""
+    own, form = settings.layer(layer), settings.feedforward
+    if not LAYOUTS[settings.layout].shared or own.experts is not None:
+        return None
+    attention = own.attention
+    if not isinstance(attention, GroupedAttention.Config) or attention.bias != form.bias:
+        return None
+    heads = {f"blocks.{layer}.attention.{name}": width for name, width in attention.outputs().items()}
+    inner = {f"blocks.{layer}.feedforward.{name}": width for name, width in form.outputs().items()}
+    std = standard_deviation(settings)(settings.d_model)
+    outputs = {**heads, **inner}
+    return ColumnLinear("", settings.d_model, outputs, std=std, group=parallel.group, bias=form.bias)
+
+
 def _feedforward(
     name: str,
     settings: Model,
@@ -218,12 +240,19 @@ def _feedforward(
     layer: int,
     auxiliary: Auxiliary,
     parallel: TensorParallel,
+    projected: bool,
 ) -> nn.Module:
     std, scale, form = standard_deviation(settings), output_scale(settings), settings.feedforward
     width = std(settings.d_model)
     if own.experts is None:
         return FeedForward(
-            name, form, settings.d_model, std=width, output_std=std(form.d_ff) * scale, parallel=parallel
+            name,
+            form,
+            settings.d_model,
+            std=width,
+            output_std=std(form.d_ff) * scale,
+            parallel=parallel,
+            projected=projected,
         )
     return MixtureOfExperts(
         name,

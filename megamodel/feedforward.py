@@ -37,6 +37,11 @@ class FeedForward(nn.Module):
             """Products of D x F."""
             return 3 if self.gated else 2
 
+        def outputs(self) -> dict[str, Heads]:
+            """What is made of x."""
+            width = Heads(self.d_ff)
+            return {"gate": width, "up": width} if self.gated else {"up": width}
+
         def of_width(self, d_ff: int) -> "FeedForward.Config":
             """The same form at another inner width."""
             return dataclasses.replace(self, d_ff=d_ff)
@@ -50,28 +55,29 @@ class FeedForward(nn.Module):
         std: float,
         output_std: float,
         parallel: TensorParallel,
+        projected: bool = False,
     ) -> None:
         super().__init__()
-        width = Heads(settings.d_ff)
         if settings.d_ff % parallel.group.size:
             raise ValueError(
                 f"model.feedforward.d_ff ({settings.d_ff}) must be divisible by parallel.tp "
                 f"({parallel.group.size})"
             )
-        outputs = {"gate": width, "up": width} if settings.gated else {"up": width}
         self.gated = settings.gated
         self.gate = gating(settings.activation, clamp=settings.clamp, alpha=settings.alpha)
         self.activation = ACTIVATIONS[settings.activation]
         self.parallel = parallel
         bias = settings.bias
-        self.inner = ColumnLinear(name, d_model, outputs, std=std, group=parallel.group, bias=bias)
+        outputs, group = settings.outputs(), parallel.group
+        self.inner = (
+            None if projected else ColumnLinear(name, d_model, outputs, std=std, group=group, bias=bias)
+        )
         self.down = RowLinear(
             f"{name}.down", settings.d_ff, d_model, std=output_std, parallel=parallel, bias=bias
         )
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x (B, S, D) between the regions -> like x."""
-        if not self.gated:
-            (up,) = self.inner(self.parallel.enter(x))
-            return self.down(self.activation(up))
-        return self.down(self.gate(*self.inner(self.parallel.enter(x))))
+    def forward(self, x: Tensor, projected: tuple[Tensor, ...] | None = None) -> Tensor:
+        """x (B, S, D) between the regions -> like x. projected: the inner products, made elsewhere."""
+        made = projected if self.inner is None else self.inner(self.parallel.enter(x))
+        assert made is not None
+        return self.down(self.gate(*made) if self.gated else self.activation(*made))

@@ -65,7 +65,8 @@ class Heads:
 class ColumnLinear(nn.Module):
     """One product for several outputs that share their input: y_name = x W_name^T, rows split over tp.
 
-    x (B, S, d_in), already entered -> one (B, S, local rows) per output, in the order of `outputs`.
+    x (B, S, d_in), already entered -> one (B, S, local rows) per output, in the order of `outputs`. Their
+    tensors are called name.output.weight; without a name, output.weight.
     """
 
     def __init__(
@@ -89,9 +90,10 @@ class ColumnLinear(nn.Module):
             rows, total, at = blocks * heads.width, heads.count * heads.width, first * heads.width
             owner, summed = group.rank % copies == 0, copies > 1
             done = sum(self.sizes)
+            full = f"{name}.{output}" if name else output
             weights.append(
                 Piece(
-                    f"{name}.{output}.weight",
+                    f"{full}.weight",
                     (total, d_in),
                     (at, 0),
                     (rows, d_in),
@@ -100,7 +102,7 @@ class ColumnLinear(nn.Module):
                     summed,
                 )
             )
-            biases.append(Piece(f"{name}.{output}.bias", (total,), (at,), (rows,), done, owner, summed))
+            biases.append(Piece(f"{full}.bias", (total,), (at,), (rows,), done, owner, summed))
             self.sizes.append(rows)
         self.weight = nn.Parameter(torch.empty(sum(self.sizes), d_in))
         tag(self.weight, weights, Fill(0.0, std))

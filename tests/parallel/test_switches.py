@@ -1,0 +1,58 @@
+"""Any switch on or off, the same curve: 20 steps of every form at several layouts against plain torch."""
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megamodel.kernels.compiler import problem
+from tests.parallel.training import Case, one_process, train
+from tests.spawn import Ranks
+
+SWITCHES: dict[str, dict[str, Any]] = {
+    "as it comes": {},
+    "recompute blocks": {"recompute": "block"},
+    "recompute attentions": {"recompute": "attention"},
+    "recompute every second block": {"recompute": "block", "recompute_every": 2},
+    "whole head": {"kernels": (("head", "whole"),)},
+    "whole attention": {"kernels": (("attention", "whole"),)},
+    "sdpa": {"kernels": (("attention", "sdpa"),)},
+}
+LAYOUTS = {"one": {}, "tp": {"tp": 2}, "pp": {"pp": 2}}
+MODEL = Case(steps=20, documents=True, ragged=True, tied=True, micro_batch=2)
+
+
+@cache
+def reference(case: Case) -> dict[str, Any]:
+    return one_process(case)
+
+
+def check(case: Case, like: Case, ranks: Ranks) -> None:
+    expected = reference(like)
+    for result in ranks.run(case.world, train, case):
+        np.testing.assert_allclose(result["loss"], expected["loss"], rtol=1e-5)
+        np.testing.assert_allclose(result["norm"], expected["norm"], rtol=1e-5)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("switch", SWITCHES)
+def test_the_curve_is_the_same(switch: str, layout: str, ranks: Ranks) -> None:
+    check(replace(MODEL, **SWITCHES[switch], **LAYOUTS[layout]), MODEL, ranks)
+
+
+@pytest.mark.parametrize("form", ["loop", "sorted"])
+def test_the_forms_of_experts_too(form: str, ranks: Ranks) -> None:
+    like = replace(MODEL, variant="experts", steps=5)
+    check(replace(like, tp=2, kernels=(("experts", form),)), like, ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(problem(cuda=False) is not None, reason=str(problem(cuda=False)))
+@pytest.mark.parametrize("variant", ["consensus", "layout parallel, one norm", "experts", "QK-norm per head"])
+@pytest.mark.parametrize("layout", [*LAYOUTS, "recompute", "sequence"])
+def test_compiled_blocks_too(layout: str, variant: str, ranks: Ranks) -> None:
+    more = {"recompute": {"recompute": "block"}, "sequence": {"tp": 2, "sequence": True}}
+    like = replace(MODEL, variant=variant)
+    check(replace(like, kernels=(("compile", "block"),), **(LAYOUTS | more)[layout]), like, ranks)
