@@ -138,6 +138,14 @@ COMMANDS: dict[str, Command] = {
             has_run=False,
         ),
         Command(
+            name="kernels",
+            summary="in which form each operation would be computed here, and why",
+            config_name="bare",
+            root="launcher.kernels:Listed",
+            function="launcher.kernels:listed",
+            has_run=False,
+        ),
+        Command(
             name="drill",
             summary="rehearse: train a small model with faults on purpose, report what became of each",
             config_name="bare",
