@@ -12,6 +12,7 @@ from conf.typed import InvalidConfiguration, Problem, config, setting
 from launcher.batch import Batches, batches
 from launcher.hardware import Hardware
 from launcher.monitor import Monitor
+from launcher.profile import Profile
 from launcher.sections import DEFAULT_STEPS, Evaluate, Fault, Run, Sample, Train
 from megamodel.config import Model
 from megamodel.data.config import Data
@@ -44,6 +45,7 @@ class Config:
     monitor: Monitor = setting(factory=Monitor, on_resume="free", help="what is done about loss spikes")
     hardware: Hardware = setting(factory=Hardware, on_resume="free", help="the machine")
     kernels: Kernels = setting(factory=Kernels, on_resume="free", help="forms of operations")
+    profile: Profile = setting(factory=Profile, on_resume="free", help="steps to profile")
     sample: Sample = setting(factory=Sample, on_resume="free", help="the text printed at the end")
     faults: list[Fault] = setting(
         factory=list,

@@ -15,6 +15,7 @@ from launcher.garbage import GarbageCollection
 from launcher.guard import KEY
 from launcher.metrics import MetricsWriter, encoded
 from launcher.monitor import MOST_SKIPPED, Kind
+from launcher.profile import Profiling
 from launcher.responding import Responder
 from launcher.rundirectory import RunDirectory
 from launcher.stopping import reason, stop_signals
@@ -71,16 +72,22 @@ def train(run: Run, cursor: Cursor) -> Outcome:
     saved, skipped_in_a_row = cursor.step, 0
     if settings.checkpoint.snapshot_every and cursor.step < plan.steps:
         run.checkpoints.snapshot(run.engine, cursor, _extra(run))  # so that there is always one to go back to
-    with stop_signals(run.deadline) as stop, GarbageCollection(settings.run.garbage_collect_every) as garbage:
+    with (
+        stop_signals(run.deadline) as stop,
+        GarbageCollection(settings.run.garbage_collect_every) as garbage,
+        _profiling(run) as profiling,
+    ):
         run.responder.asked = stop.asked
         while cursor.step < plan.steps:
             stage = plan.batches.at(cursor.step)
             fed = run.feed.at(cursor, micro_batch=plan.batches.micro_batch, accumulation=stage.accumulation)
+            profiling.before(cursor.step + 1)
             before, (result, lr) = cursor, _attempt(run, cursor, fed, asked=stop.asked())
             kind, recovery = run.responder.decide(before)
             record = _record(run, before, fed, result, lr=lr, kind=kind)
             cursor = advance(before, fed, result)
             run.directory.step = cursor.step
+            profiling.after(cursor.step)
             taken = result.applied and _due(settings.evaluate.every, cursor.step, plan.steps)
             if taken:
                 loss = _evaluate(run, record)
@@ -101,6 +108,12 @@ def train(run: Run, cursor: Cursor) -> Outcome:
         _save(run, cursor, {})
     _finish(run, cursor)
     return Outcome(cursor, None, loss)
+
+
+def _profiling(run: Run) -> Profiling:
+    mesh, settings = run.engine.mesh, run.plan.config.profile
+    cuda = mesh.device.type == "cuda"
+    return Profiling(settings, run.directory.path, rank=mesh.world.rank, cuda=cuda)
 
 
 def _attempt(run: Run, cursor: Cursor, fed: LoadedStep, *, asked: int) -> tuple[StepResult, float]:
