@@ -216,6 +216,7 @@ class Engine:
             self._auxiliary.begin(sequences=sum(batch.tokens.shape[0] for batch in batches))
         for group in self._engine.optimizer.optimizer.param_groups:
             group["lr"] = lr
+        self.partition.begin()
         self._engine.train_batch(self._feed(batches, len(batches) * self.mesh.dp.size / valid))
         decided: Signals | None = self._signals  # set by _decide, which train_batch calls
         assert decided is not None

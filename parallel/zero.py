@@ -111,17 +111,22 @@ class ZeroPartition:
         return flat.narrow(0, self.mesh.dp.rank * size, size)
 
     @torch.no_grad()
+    def begin(self) -> None:
+        """fp32: the gradients of the coming step are added up where they are reduced, from zero."""
+        if self.is_bf16:  # DeepSpeed adds them up in fp32 as they come
+            return
+        for group, flat in zip(self._groups, self._flat, strict=True):
+            flat.zero_()
+            places = flat[: sum(p.numel() for p in group)].split([p.numel() for p in group])
+            for place, parameter in zip(places, group, strict=True):
+                parameter.grad = place.view(parameter.shape)
+
+    @torch.no_grad()
     def reduce(self) -> None:
         """fp32: average the accumulated gradients over dp, each rank its part. Collective over dp."""
         dp = self.mesh.dp
         for group, flat, part in zip(self._groups, self._flat, self._gradients, strict=True):
-            places = flat[: sum(p.numel() for p in group)].split([p.numel() for p in group])
-            given = [(place, p.grad) for place, p in zip(places, group, strict=True) if p.grad is not None]
-            if given:
-                torch._foreach_copy_([place for place, _ in given], [grad.view(-1) for _, grad in given])
-            for place, parameter in zip(places, group, strict=True):
-                if parameter.grad is None:  # such as an expert that no token was sent to
-                    place.zero_()
+            for parameter in group:
                 parameter.grad = None
             if dp.size > 1:
                 _sum_over(part, flat, dp)
