@@ -1,7 +1,9 @@
 """One turn of the training benchmark in a process of its own; its last line is a JSON object.
 
-engine: our engine as a run uses it. module: our model in a plain loop. peer: transformers' Llama in the same
-plain loop. matmul: the machine's peak. B micro-batch rows, S sequence length, V vocabulary.
+engine: our engine as a run uses it, blocks compiled. module: our model in a bare loop with the same forms.
+peer, peer_compiled: transformers' Llama (with a window: Mistral) in a plain loop, as it comes and behind
+torch.compile. torchtitan: its Llama 3, blocks compiled, its SDPA, where it is installed. matmul: the peak.
+B micro-batch rows, S sequence length, V vocabulary.
 """
 
 import argparse
@@ -32,6 +34,14 @@ MODELS = {
         n_layers=8,
         tie_embeddings=False,
         attention=GroupedAttention.Config(n_heads=8, n_kv_heads=4, head_width=64),
+        feedforward=FeedForward.Config(d_ff=1376),
+    ),
+    "long": Model(
+        vocab_size=32000,
+        d_model=512,
+        n_layers=8,
+        tie_embeddings=False,
+        attention=GroupedAttention.Config(n_heads=8, n_kv_heads=4, head_width=64, window=1024),
         feedforward=FeedForward.Config(d_ff=1376),
     ),
     "smoke": Model(
@@ -88,10 +98,48 @@ def plain_loop(module: nn.Module, logits: Callable[[Tensor], Tensor], precision:
     return step
 
 
-def build_peer(model: Model, rows: int, precision: str) -> tuple[Step, int]:
-    from transformers import LlamaConfig, LlamaForCausalLM
+def master_loop(
+    module: nn.Module, objective: Callable[[Batch], tuple[Tensor, Tensor]], precision: str
+) -> Step:
+    """Forward, backward, clipping and fused AdamW on fp32 masters of 16-bit weights, nothing around them.
 
-    config = LlamaConfig(
+    objective gives what is differentiated and the loss that is told.
+    """
+    if precision == "fp32":
+        masters = list(module.parameters())
+    else:
+        masters = [nn.Parameter(p.detach().clone()) for p in module.parameters()]
+        module.bfloat16()
+    parameters = list(module.parameters())
+    holder = nn.ParameterList(masters)
+    optimizer = adamw(holder, OPTIM)
+    module.train()
+
+    def step(batch: Batch) -> float:
+        total, loss = objective(batch)
+        total.backward()
+        if precision == "bf16":
+            for master, parameter in zip(masters, parameters, strict=True):
+                assert parameter.grad is not None
+                master.grad, parameter.grad = parameter.grad.float(), None
+        nn.utils.clip_grad_norm_(masters, OPTIM.clip_norm)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if precision == "bf16":
+            with torch.no_grad():
+                torch._foreach_copy_(parameters, masters)
+        return loss.item()
+
+    return step
+
+
+def build_peer(model: Model, rows: int, precision: str, *, compiled: bool = False) -> tuple[Step, int]:
+    import transformers
+
+    window = model.attention.window
+    configuration = transformers.LlamaConfig if window is None else transformers.MistralConfig
+    more = {} if window is None else {"sliding_window": window}
+    config = configuration(
         vocab_size=model.vocab_size,
         hidden_size=model.d_model,
         num_hidden_layers=model.n_layers,
@@ -102,22 +150,87 @@ def build_peer(model: Model, rows: int, precision: str) -> tuple[Step, int]:
         rms_norm_eps=model.norm.eps,
         tie_word_embeddings=model.tie_embeddings,
         attn_implementation="sdpa",
+        **more,
     )
-    peer = LlamaForCausalLM(config)
-    step = plain_loop(peer, lambda tokens: peer(input_ids=tokens, use_cache=False).logits, precision)
+    peer = transformers.AutoModelForCausalLM.from_config(config)
+    run = torch.compile(peer) if compiled else peer
+    step = plain_loop(peer, lambda tokens: run(input_ids=tokens, use_cache=False).logits, precision)
     return step, sum(p.numel() for p in peer.parameters())
 
 
+def build_compiled_peer(model: Model, rows: int, precision: str) -> tuple[Step, int]:
+    return build_peer(model, rows, precision, compiled=True)
+
+
+def build_torchtitan(model: Model, rows: int, precision: str) -> tuple[Step, int]:
+    from torchtitan.models import llama3  # type: ignore[import-not-found]
+    from torchtitan.models.common.attention import (  # type: ignore[import-not-found]
+        ScaledDotProductAttention,
+    )
+
+    width, vocabulary = model.d_model, model.vocab_size
+    blocks = llama3._build_llama3_layers(
+        n_layers=model.n_layers,
+        dim=width,
+        n_heads=model.attention.n_heads,
+        n_kv_heads=model.attention.n_kv_heads,
+        hidden_dim=model.feedforward.d_ff,
+        rope=llama3.ComplexRoPE.Config(dim=model.attention.head_width, max_seq_len=4096, theta=1e4),
+        attn_backend="flex",  # has no backward pass on a CPU: replaced by its SDPA
+    )
+    for block in blocks:
+        block.attention.inner_attention = ScaledDotProductAttention.Config()
+    peer = llama3.Llama3Model.Config(
+        dim=width,
+        vocab_size=vocabulary,
+        tok_embeddings=llama3.Embedding.Config(
+            num_embeddings=vocabulary, embedding_dim=width, param_init=llama3._EMBEDDING_INIT
+        ),
+        norm=llama3.RMSNorm.Config(normalized_shape=width, param_init=llama3._NORM_INIT),
+        lm_head=llama3.Linear.Config(
+            in_features=width, out_features=vocabulary, param_init=llama3._output_linear_init(width)
+        ),
+        layers=blocks,
+    ).build()
+    peer.init_states()
+    for block in peer.layers.values() if hasattr(peer.layers, "values") else peer.layers:
+        block.compile()
+    return plain_loop(peer, peer, precision), sum(p.numel() for p in peer.parameters())
+
+
+def forms(precision: Any) -> tuple[Any, Any]:
+    """(choices of a run with compiled blocks, its settings)."""
+    from megamodel.choose import choose, this_machine
+    from megamodel.kernels.config import Kernels
+
+    machine = this_machine(torch.device("cpu"))
+    settings = Kernels(compile="none" if machine.compiler else "block")
+    return choose(settings, machine, precision), settings
+
+
 def build_module(model: Model, rows: int, precision: str) -> tuple[Step, int]:
+    from megamodel.choose import chunked, equip
+    from megamodel.kernels.head import linear_cross_entropy
     from megamodel.model import Transformer
 
-    module = Transformer(model)
-    return plain_loop(module, module, precision), sum(p.numel() for p in module.parameters())
+    choices, settings = forms(precision)
+    module = Transformer(model, equip=lambda part: equip(part, choices))
+    how = chunked(choices, settings)
+
+    def objective(batch: Batch) -> tuple[Tensor, Tensor]:
+        share = torch.tensor(1 / batch.targets.numel())
+        total, loss, _, _ = linear_cross_entropy(
+            module.project(batch.tokens, batch.positions, batch.samples), batch.targets, share, how=how
+        )
+        return total, loss.mean()
+
+    return master_loop(module, objective, precision), sum(p.numel() for p in module.parameters())
 
 
 def build_engine(model: Model, rows: int, precision: Any) -> tuple[Step, int]:
     import torch.distributed as dist
 
+    from megamodel.choose import chunked, equip
     from megamodel.dropout import Clock
     from megamodel.loss import Loss
     from megamodel.model import layers
@@ -130,9 +243,17 @@ def build_engine(model: Model, rows: int, precision: Any) -> tuple[Step, int]:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         start.adopt(0)
     clock = Clock()
+    choices, settings = forms(precision)
     engine = Engine(
-        layers(model, seed=0, documents=False, parallel=TensorParallel(), clock=clock),
-        Loss(z_weight=model.z_loss, consume=True),
+        layers(
+            model,
+            seed=0,
+            documents=False,
+            parallel=TensorParallel(),
+            clock=clock,
+            equip=lambda part: equip(part, choices),
+        ),
+        Loss(z_weight=model.z_loss, consume=True, chunked=chunked(choices, settings)),
         mesh=build_mesh(tp=1, pp=1, device=torch.device("cpu")),
         make_optimizer=lambda module: adamw(module, OPTIM),
         precision=precision,
@@ -152,7 +273,13 @@ def build_engine(model: Model, rows: int, precision: Any) -> tuple[Step, int]:
     return step, sum(p.numel() for p in engine.module.parameters())
 
 
-BUILDERS = {"engine": build_engine, "module": build_module, "peer": build_peer}
+BUILDERS = {
+    "engine": build_engine,
+    "module": build_module,
+    "peer": build_peer,
+    "peer_compiled": build_compiled_peer,
+    "torchtitan": build_torchtitan,
+}
 
 
 def rehearse(options: argparse.Namespace) -> int:
@@ -194,7 +321,7 @@ def training_turn(options: argparse.Namespace) -> dict[str, Any]:
 
 def matmul_turn(options: argparse.Namespace) -> dict[str, Any]:
     """The best of several square products: what this machine reaches at most, in FLOP/s."""
-    size = 2048 if options.model == "fixed" else 256
+    size = 256 if options.model == "smoke" else 2048
     dtype = torch.bfloat16 if options.precision == "bf16" else torch.float32
     a, b = torch.randn(size, size).to(dtype), torch.randn(size, size).to(dtype)
     best = math.inf
