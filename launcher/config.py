@@ -11,6 +11,7 @@ from conf.schema import Difference, differences
 from conf.typed import InvalidConfiguration, Problem, config, setting
 from launcher.batch import Batches, batches
 from launcher.hardware import Hardware
+from launcher.heartbeat import Heartbeat
 from launcher.monitor import Monitor
 from launcher.sections import DEFAULT_STEPS, Evaluate, Fault, Run, Sample, Train
 from megamodel.config import Model
@@ -41,6 +42,7 @@ class Config:
     evaluate: Evaluate = setting(factory=Evaluate, on_resume="free", help="the held-out loss")
     checkpoint: Checkpoint = setting(factory=Checkpoint, on_resume="free", help="what is saved when")
     monitor: Monitor = setting(factory=Monitor, on_resume="free", help="what is done about loss spikes")
+    heartbeat: Heartbeat = setting(factory=Heartbeat, on_resume="free", help="signs of life of the ranks")
     hardware: Hardware = setting(factory=Hardware, on_resume="free", help="the machine")
     sample: Sample = setting(factory=Sample, on_resume="free", help="the text printed at the end")
     faults: list[Fault] = setting(

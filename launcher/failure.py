@@ -17,12 +17,14 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from launcher.cluster import placement
+from launcher.heart import Heart
+from launcher.heartbeat import KINDS, Finding
 from launcher.log import discard_logs, log_traceback
 from launcher.rundirectory import RunDirectory
-from parallel.errors import OtherRankFailed
+from parallel.errors import OtherRankFailed, connection_lost
 
 DONE, FAILED, WRONG_INPUT = 0, 1, 2
 KEY = "megamodel/first-error"
@@ -88,15 +90,17 @@ class Store(Protocol):
     def get(self, key: str, /) -> bytes: ...
     def check(self, keys: list[str], /) -> bool: ...
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
+    def multi_get(self, keys: list[str], /) -> list[bytes]: ...
 
 
 class FailureWatch:
     """`with FailureWatch(connect, ...):` around the work of a run, entered once the processes have met.
 
-    connect: opens a new connection to the rendezvous store; called twice, as a waiting call must not hold up
-    the other thread. When the work raises, the error becomes the first error in the store unless there is one
-    already, and RankFailure is raised. When another rank's error appears there, this process prints it and
-    ends itself with code 1. Leave the block together, after a barrier.
+    connect: opens a new connection to the rendezvous store; called for each thread, as a waiting call must
+    not hold up another. heart: started and stopped with the work; what it finds is an error like others.
+    When the work raises, the error becomes the first error in the store unless there is one already, and
+    RankFailure is raised. When another rank's error appears there, this process prints it and ends itself
+    with code 1. Leave the block together, after a barrier.
     """
 
     def __init__(
@@ -110,6 +114,7 @@ class FailureWatch:
         interval_seconds: float = 1.0,
         grace_seconds: float = 5.0,
         end: Callable[[int], Any] = os._exit,
+        heart: Heart | None = None,
     ) -> None:
         self._connect = connect
         self.rank, self.world_size, self.directory = rank, world_size, directory
@@ -118,6 +123,7 @@ class FailureWatch:
         self._over = threading.Event()
         self._started = time.time()
         self._store: Store | None = None
+        self._heart = heart
 
     @property
     def store(self) -> Store | None:
@@ -129,17 +135,34 @@ class FailureWatch:
             self._store = self._connect()
             watching = self._connect()
             threading.Thread(target=self._watch, args=(watching,), name="failure-watch", daemon=True).start()
+        if self._heart is not None:
+            self._heart.start(self._connect() if self.world_size > 1 else None, self._accuse)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._over.set()
-        if error is None or isinstance(error, SystemExit | GeneratorExit):
-            return
+        try:
+            if error is not None and not isinstance(error, SystemExit | GeneratorExit):
+                self._fail(error)
+        finally:
+            if self._heart is not None:
+                self._heart.stop()
+
+    def _fail(self, error: BaseException) -> NoReturn:
         report = self._report(error, begun=self.directory.begun)
-        first = self._agree(report, follows=isinstance(error, OtherRankFailed))
+        follows = isinstance(error, OtherRankFailed)
+        gone = self._heart.blame() if self._heart is not None and connection_lost(error) else None
+        if gone is not None:
+            report = self._found(gone)
+        elif self._store is not None and self.rank != 0 and connection_lost(error):
+            with contextlib.suppress(Exception):  # rank 0 may know better who has gone
+                self._wait_for(self._store, [self._key])
+        first = self._agree(report, follows=follows)
         log_traceback(error)
+        if self._heart is not None:
+            self._heart.last_words(first.type, first.message, first.rank)
         self._leave_word(first)
         if self._store is not None:
             self._wait_until_seen(self._store, first)
@@ -148,12 +171,30 @@ class FailureWatch:
     def _report(self, error: BaseException, *, begun: bool) -> Report:
         return report_of(error, rank=self.rank, world_size=self.world_size, begun=begun)
 
+    def _found(self, finding: Finding) -> Report:
+        """What the heart has found, as the error of that rank."""
+        kind, message = finding.kind, finding.message
+        return Report(finding.rank, kind, message, FAILED, "", time.time(), self.world_size)
+
+    def _accuse(self, finding: Finding, reachable: bool) -> None:
+        """A rank cannot speak for itself any more: its end is the first error. Called by the heart's threads.
+
+        reachable: the store answers. If so the watch tells all, this process included; else, and in a process
+        that is alone, nobody does.
+        """
+        report = self._found(finding)
+        first = self._agree(report, follows=False) if reachable else report
+        if first == report:
+            self.directory.record_error(asdict(report), since=self._started)
+        if self._store is None or not reachable:
+            self._give_up(first, None)
+
     def _leave_word(self, first: Report) -> None:
         """Record our error, also another's that took itself for wrong input though the run has begun; of
         wrong input before that, nothing is left behind."""
         if first.code == WRONG_INPUT and not self.directory.begun:
             discard_logs()
-        elif first.rank == self.rank or first.code == WRONG_INPUT:
+        elif first.rank == self.rank or first.code == WRONG_INPUT or first.type in KINDS:
             self.directory.record_error(asdict(first), since=self._started)
 
     def _agree(self, mine: Report, *, follows: bool) -> Report:
@@ -194,18 +235,31 @@ class FailureWatch:
                 if self._over.wait(self._grace):
                     return
                 message = f"lost the rendezvous store; its process has ended ({type(error).__name__})"
-                first = self._report(ConnectionError(message), begun=True)
+                gone = self._heart.blame() if self._heart is not None else None
+                first = self._found(gone) if gone else self._report(ConnectionError(message), begun=True)
+                if gone:
+                    self._leave_word(first)
+                self._give_up(first, None)
+                return
             else:
-                if first.rank == self.rank:
+                if first.rank == self.rank and self._over.is_set():
                     return
-                store.set(f"{self._seen}/{self.rank}", "")
-                self._wait_until_seen(store, first)
-            logging.getLogger(__name__).error(first.line(), extra={"file_only": True})
-            if first.code == WRONG_INPUT:
-                self._leave_word(first)
-            say(first)
-            self._end(FAILED)
+            self._give_up(first, store)
             return
+
+    def _give_up(self, first: Report, store: Store | None) -> None:
+        """Say the first error and end this process, whatever its main thread does."""
+        logging.getLogger(__name__).error(first.line(), extra={"file_only": True})
+        silent = self._heart.last_words(first.type, first.message, first.rank) if self._heart else []
+        if store is not None:
+            with contextlib.suppress(Exception):
+                for rank in (self.rank, *silent):
+                    store.set(f"{self._seen}/{rank}", "")
+                self._wait_until_seen(store, first)
+        if first.code == WRONG_INPUT:
+            self._leave_word(first)
+        say(first)
+        self._end(FAILED)
 
 
 def guarded(
