@@ -110,7 +110,6 @@ class FailureWatch:
         rank: int,
         world_size: int,
         directory: RunDirectory,
-        attempt: str = "0",
         interval_seconds: float = 1.0,
         grace_seconds: float = 5.0,
         end: Callable[[int], Any] = os._exit,
@@ -118,7 +117,6 @@ class FailureWatch:
     ) -> None:
         self._connect = connect
         self.rank, self.world_size, self.directory = rank, world_size, directory
-        self._key, self._seen = f"{KEY}/{attempt}", f"{SEEN}/{attempt}"
         self._interval, self._grace, self._end = interval_seconds, grace_seconds, end
         self._over = threading.Event()
         self._started = time.time()
@@ -158,11 +156,13 @@ class FailureWatch:
             report = self._found(gone)
         elif self._store is not None and self.rank != 0 and connection_lost(error):
             with contextlib.suppress(Exception):  # rank 0 may know better who has gone
-                self._wait_for(self._store, [self._key])
+                self._wait_for(self._store, [KEY])
         first = self._agree(report, follows=follows)
         log_traceback(error)
-        if self._heart is not None:
-            self._heart.last_words(first.type, first.message, first.rank)
+        if self._heart is not None and first.type in KINDS:
+            self._heart.write_stacks(first.message)
+            if first.type != "RankStuck":
+                self._heart.end_silent(first.rank)
         self._leave_word(first)
         if self._store is not None:
             self._wait_until_seen(self._store, first)
@@ -203,9 +203,9 @@ class FailureWatch:
             return mine
         try:
             if follows:
-                self._wait_for(self._store, [self._key])
-            found = self._store.compare_set(self._key, "", json.dumps(asdict(mine)))
-            self._store.set(f"{self._seen}/{self.rank}", "")
+                self._wait_for(self._store, [KEY])
+            found = self._store.compare_set(KEY, "", json.dumps(asdict(mine)))
+            self._store.set(f"{SEEN}/{self.rank}", "")
             return Report(**json.loads(found))
         except Exception:  # the store died with its process: ours is the only error that can be known
             return mine
@@ -216,7 +216,7 @@ class FailureWatch:
         if self.rank not in (0, first.rank):
             return
         with contextlib.suppress(Exception):  # the store is gone, and with it the process that held it
-            self._wait_for(store, [f"{self._seen}/{rank}" for rank in range(self.world_size)])
+            self._wait_for(store, [f"{SEEN}/{rank}" for rank in range(self.world_size)])
 
     def _wait_for(self, store: Store, keys: list[str]) -> None:
         """Until all the keys are there, or the grace time is over."""
@@ -227,9 +227,9 @@ class FailureWatch:
     def _watch(self, store: Store) -> None:
         while not self._over.wait(self._interval):
             try:
-                if not store.check([self._key]):
+                if not store.check([KEY]):
                     continue
-                first = Report(**json.loads(store.get(self._key)))
+                first = Report(**json.loads(store.get(KEY)))
             except Exception as error:
                 # The store's process is gone without a word; one that is about to end well has time to.
                 if self._over.wait(self._grace):
@@ -250,11 +250,16 @@ class FailureWatch:
     def _give_up(self, first: Report, store: Store | None) -> None:
         """Say the first error and end this process, whatever its main thread does."""
         logging.getLogger(__name__).error(first.line(), extra={"file_only": True})
-        silent = self._heart.last_words(first.type, first.message, first.rank) if self._heart else []
+        if self._heart is not None and first.type in KINDS:
+            self._heart.write_stacks(first.message)
+            # Not before all have written theirs: the end of one breaks the connections of others.
+            threading.Event().wait(1.5 * self._interval)
+            if first.type != "RankStuck":  # that one can end by itself
+                self._heart.end_silent(first.rank)
         if store is not None:
             with contextlib.suppress(Exception):
-                for rank in (self.rank, *silent):
-                    store.set(f"{self._seen}/{rank}", "")
+                for rank in {self.rank} | ({first.rank} if first.type in KINDS[:2] else set()):
+                    store.set(f"{SEEN}/{rank}", "")
                 self._wait_until_seen(store, first)
         if first.code == WRONG_INPUT:
             self._leave_word(first)

@@ -24,7 +24,6 @@ from launcher.heartbeat import (
     END,
     FIRST,
     FIRST_SECONDS,
-    KINDS,
     Beat,
     Finding,
     Heartbeat,
@@ -77,14 +76,14 @@ def is_gone(beat: Beat) -> bool:
 class Heart:
     """`beat` marks where the main thread is; the rest happens in two threads between `start` and `stop`."""
 
-    def __init__(self, settings: Heartbeat, place: Placement, *, logs: Path, attempt: str = "0") -> None:
+    def __init__(self, settings: Heartbeat, place: Placement, *, logs: Path) -> None:
         self.settings, self.rank, self.size = settings, place.rank, place.world_size
         self._every = max(settings.every_seconds, self.size / 100 if self.size > 1000 else 0)
         first = self.rank - place.local_rank
         self._near = [r for r in range(first, first + place.local_size) if r != self.rank and r < self.size]
         others = range(self.size) if self.rank == 0 else sorted({0, *self._near})
         self._watched = [rank for rank in others if rank != self.rank]
-        self._logs, self._prefix = logs, f"{KEY}/{attempt}"
+        self._logs = logs
         self._host, self._pid = socket.gethostname(), os.getpid()
         own = process_state(self._pid)
         self._started = own[1] if own else 0
@@ -130,7 +129,9 @@ class Heart:
     def blame(self) -> Finding | None:
         """Who has gone, when a connection has broken: a process of this node, or a rank unheard of."""
         pause, deadline = threading.Event(), time.monotonic() + 2
-        while self._threads and time.monotonic() < deadline:  # a killed process gives up its memory last
+        while (
+            self._near and self._threads and time.monotonic() < deadline
+        ):  # a killed process gives up its memory last
             gone = self._gone()
             if gone:
                 return gone
@@ -141,24 +142,15 @@ class Heart:
                 return silent(rank, seen.beat, now - seen.at)
         return None
 
-    def last_words(self, kind: str, message: str, rank: int) -> list[int]:
-        """Before this process ends because of a finding: its stacks; a silent rank of its node is ended.
-
-        Returns the ranks that will say nothing more.
-        """
-        if kind not in KINDS:
-            return []
+    def write_stacks(self, reason: str) -> None:
+        """The stacks of all threads of this process, beside the logs."""
         file = self._logs / f"stacks-rank-{self.rank}.txt"
         with contextlib.suppress(OSError):  # a full disk
-            write_stacks(file, message)
+            write_stacks(file, reason)
             log.error(f"the stacks of all threads are in {file}", extra={"file_only": True})
-        if kind == "RankStuck":
-            return []
-        self._kill(rank)
-        return [rank]
 
-    def _kill(self, rank: int) -> None:
-        """End a silent process of this node; the lowest living rank of the node does it."""
+    def end_silent(self, rank: int) -> None:
+        """End the process of a silent rank of this node; the lowest living rank of the node does it."""
         beat = self._beats().get(rank)
         if rank not in self._near or beat is None or beat.host != self._host or is_gone(beat):
             return
@@ -216,7 +208,7 @@ class Heart:
             wait = self._every if complete else min(self._every, 0.5)
         with contextlib.suppress(Exception):
             if self._store is not None:
-                self._store.set(f"{self._prefix}/{self.rank}", self._own(time.monotonic()).as_json())
+                self._store.set(f"{KEY}/{self.rank}", self._own(time.monotonic()).as_json())
 
     def _exchange(self) -> Beat:
         """Give a sign, take those of others."""
@@ -227,13 +219,13 @@ class Heart:
                 seen.at = now
         own = self._own(now)
         if self._store is not None:
-            self._store.set(f"{self._prefix}/{self.rank}", own.as_json())
+            self._store.set(f"{KEY}/{self.rank}", own.as_json())
             known = [
                 rank
                 for rank in self._watched
-                if self._seen[rank].beat or self._store.check([f"{self._prefix}/{rank}"])
+                if self._seen[rank].beat or self._store.check([f"{KEY}/{rank}"])
             ]
-            texts = self._store.multi_get([f"{self._prefix}/{rank}" for rank in known]) if known else []
+            texts = self._store.multi_get([f"{KEY}/{rank}" for rank in known]) if known else []
             now = time.monotonic()
             for rank, text in zip(known, texts, strict=True):
                 beat, before = Beat.from_json(text), self._seen[rank].beat

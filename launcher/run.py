@@ -72,10 +72,10 @@ def train(config: Config) -> int:
     logs = directory.log_file(place.rank) if not config.dry_run else None
     with (
         logging_to(logs, rank=place.rank, level=config.run.log_level),
-        _joined(place, config, device),
+        joined(place, config, device) as name,
     ):
-        heart = Heart(config.heartbeat, place, logs=directory.path / "logs", attempt=_attempt())
-        with _watched(place, directory, None if config.dry_run else heart):
+        heart = Heart(config.heartbeat, place, logs=directory.path / "logs")
+        with watched(place, directory, name, None if config.dry_run else heart):
             mesh = build_mesh(tp=config.parallel.tp, pp=config.parallel.pp, device=device)
             _dry_run(settled, mesh) if config.dry_run else _train(settled, mesh, directory, deadline, heart)
     return DONE
@@ -101,8 +101,9 @@ def _is_over(settled: Plan, directory: RunDirectory, *, rank: int) -> bool:
 
 
 @contextmanager
-def _joined(place: Placement, config: Config, device: torch.device) -> Iterator[None]:
-    start(
+def joined(place: Placement, config: Config, device: torch.device) -> Iterator[str]:
+    """The processes in one group; the name of this start."""
+    name = start(
         rank=place.rank,
         world_size=place.world_size,
         local_rank=place.local_rank,
@@ -110,27 +111,23 @@ def _joined(place: Placement, config: Config, device: torch.device) -> Iterator[
         port=place.master_port,
         device=device,
         timeout=timedelta(seconds=config.run.timeout_seconds),
+        agent_store=place.agent_store,
     )
     try:
-        yield
+        yield name
     finally:
         # After an error others may be gone, and leaving a NCCL group would wait for them.
         if sys.exc_info()[0] is None or device.type == "cpu":
             stop()
 
 
-def _attempt() -> str:
-    """Which start of the processes this is: torchrun starts them again with the same store."""
-    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-
-
-def _watched(place: Placement, directory: RunDirectory, heart: Heart | None) -> FailureWatch:
+def watched(place: Placement, directory: RunDirectory, name: str, heart: Heart | None = None) -> FailureWatch:
+    """The watch over failures of other ranks. name: of this start."""
     return FailureWatch(
-        lambda: connect(place.master_addr, place.master_port),
+        lambda: connect(place.master_addr, place.master_port, name),
         rank=place.rank,
         world_size=place.world_size,
         directory=directory,
-        attempt=_attempt(),
         heart=heart,
     )
 

@@ -182,7 +182,7 @@ def test_a_rank_that_falls_silent_is_missed_and_one_that_never_came_has_longer(t
     own = process_state(os.getpid())
     assert own is not None
     last = replace(WAITING, pid=os.getpid(), started=own[1], host="elsewhere")
-    shelf.set("megamodel/heartbeat/0/1", last.as_json())
+    shelf.set("megamodel/heartbeat/1", last.as_json())
     assert heard.wait(20)
     first.stop()
     assert (found[0].rank, found[0].kind) == (1, "RankSilent")

@@ -30,7 +30,7 @@ def life(rank: int, victim: int, arguments: list[str], directory: str, port: int
     from launcher import train
 
     torch.set_num_threads(1)
-    how = next(a for a in arguments if a.startswith("run.name=silent-")).partition("-")[2]
+    how = next(a for a in arguments if a.startswith("run.name=silent-")).split("-")[1]
     if rank == victim and how in ("raises", "hangs"):
         original, calls = train._record, []
 
@@ -81,7 +81,7 @@ def wait_for_records(run: Path, count: int, processes: list[Any]) -> None:
 
 def ending(how: str, victim: int, directory: Path, world: int) -> tuple[list[int], dict[str, Any], Path]:
     """Start, strike, and wait: exit codes, error.json, the run's directory."""
-    run = directory / "runs" / f"silent-{how}"
+    run = directory / "runs" / f"silent-{how}-{victim}-{world}"
     processes = start(victim, [*LONG, f"run.name={run.name}"], directory, world)
     try:
         if how in ("killed", "stopped"):
@@ -96,7 +96,9 @@ def ending(how: str, victim: int, directory: Path, world: int) -> tuple[list[int
     return [process.exitcode for process in processes], json.loads((run / "error.json").read_text()), run
 
 
-@pytest.mark.parametrize(("how", "victim"), [("killed", 5), ("stopped", 3), ("raises", 6)])
+@pytest.mark.parametrize(
+    ("how", "victim"), [("killed", 5), ("stopped", 3), pytest.param("raises", 6, marks=pytest.mark.slow)]
+)
 def test_one_of_eight(how: str, victim: int, place: Path) -> None:
     codes, error, run = ending(how, victim, place, WORLD)
     own = {"killed": -signal.SIGKILL, "stopped": -signal.SIGKILL, "raises": 1}[how]
