@@ -83,7 +83,9 @@ def gather(tree: Doctor, settled: Plan, place: Placement, mesh: Mesh, *, clock: 
     """What this process sees and measures. Collective."""
     device = mesh.device
     cuda = device.type == "cuda"
-    axes = {"tp": mesh.tp, "pp": mesh.pp, "dp": mesh.dp, "world": mesh.world}
+    axes = {"tp": mesh.tp, "pp": mesh.pp, "dp": mesh.dp}
+    if all(group.size < mesh.world.size for group in axes.values()):
+        axes["world"] = mesh.world
     size = (tree.probe_mib or (64 if cuda else 1)) << 20
     wrong = []
     types = {
