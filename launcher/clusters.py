@@ -15,7 +15,7 @@ class Cluster:
 
     kind: str = setting("local", on_resume="free", help="what starts the processes")
     python: str | None = setting(
-        None, on_resume="free", help="the interpreter on the nodes; null: this one (kubernetes: python)"
+        None, on_resume="free", help="the interpreter on the nodes; null: this one, or python in a container"
     )
     environment: dict[str, str] = setting(
         factory=dict,

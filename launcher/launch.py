@@ -154,7 +154,8 @@ def starting(tree: Launch, work: Work, arguments: Sequence[str]) -> Start:
     made_by = line(["python", "-m", "launcher", "launch", *arguments])
     if isinstance(cluster, Slurm):
         file = work.directory / "launch.sbatch"
-        text = scripts.sbatch(work, cluster, python, made_by, preflight=tree.preflight)
+        inside = cluster.python or ("python" if cluster.container else sys.executable)
+        text = scripts.sbatch(work, cluster, inside, made_by, preflight=tree.preflight)
         return Start([("once", line(["sbatch", str(file)]))], ["sbatch", str(file)], {file: text})
     if isinstance(cluster, Kubernetes):
         file = work.directory / "launch.yaml"

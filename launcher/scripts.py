@@ -97,9 +97,10 @@ def for_pdsh(argument: str) -> str:
 
 def sbatch(work: Work, cluster: Slurm, python: str, command: str, *, preflight: bool) -> str:
     """The script. command: the `launcher launch` line it was made by, for the comment."""
-    lines = ["#!/bin/bash", *_directives(work, cluster), "", *_comment(command), "set -u"]
+    lines = ["#!/bin/bash", *_directives(work, cluster), "", *_comment(command)]
     lines += [f"run={shlex.quote(str(work.directory))}", f"cd -- {shlex.quote(str(work.here))} || exit 1"]
     lines += unset_only(cluster.environment) + list(cluster.prologue)
+    lines += ["set -u"]  # not for the prologue: modules and conda do not bear it
     lines += ['head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)']
     meeting = "$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"
     start = torchrun(
@@ -118,10 +119,12 @@ def sbatch(work: Work, cluster: Slurm, python: str, command: str, *, preflight: 
 
 
 # Slurm signals the tasks of the steps, which are torchruns; they pass it on to their workers. The script must
-# only outlive what reaches itself. A status that is older than this start says nothing about it.
+# only outlive what reaches itself. A status older than this start says nothing about it; the file that
+# tells the time lies beside it, as another disk may have another clock.
 _AROUND_BEFORE = """\
 trap : TERM USR1
-mark=$(mktemp)"""
+mkdir -p "$run"
+mark=$(mktemp "$run/.start-XXXXXX")"""
 
 _AROUND_AFTER = """\
 code=$?
