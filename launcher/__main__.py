@@ -81,7 +81,7 @@ def run(line: Sequence[str], environment: Mapping[str, str]) -> int:
         text = composer.resolved_yaml(tree) if options.resolve else composer.shown(raw, options.cfg)
         print(text if place.rank == 0 else "", end="")
         return DONE
-    return execute(command, tree, place, environment)
+    return execute(command, tree, place, environment, arguments)
 
 
 def refuse_command(name: str) -> NoReturn:
@@ -109,7 +109,13 @@ def values_for(root: type, file: Path) -> dict[str, Any]:
     return {key: value for key, value in values.items() if key in ours or key not in others}
 
 
-def execute(command: Command, tree: Any, place: Placement, environment: Mapping[str, str]) -> int:
+def execute(
+    command: Command,
+    tree: Any,
+    place: Placement,
+    environment: Mapping[str, str],
+    arguments: Sequence[str] = (),
+) -> int:
     """Run the function of a command on its typed configuration; an error is reported and becomes the code."""
     directory = None
     if command.has_run:
@@ -119,7 +125,7 @@ def execute(command: Command, tree: Any, place: Placement, environment: Mapping[
         directory = RunDirectory(run_directory(tree))
         declare_accelerator(tree.hardware.device)
     return guarded(
-        lambda: command.load_function()(tree),
+        lambda: command.load_function()(tree, *([arguments] if command.passes_on else [])),
         rank=place.rank,
         directory=directory,
         error_file=environment.get("TORCHELASTIC_ERROR_FILE"),
@@ -135,6 +141,8 @@ def sweep(
             f"-m runs one process at a time, but {place.launcher} has started {place.world_size}; "
             "start each run by itself"
         )
+    if command.passes_on:
+        raise ValueError(f"-m: {command.name} is for one run; give one value of each key")
     if request.problems:
         raise InvalidConfiguration(request.problems)
     trees: list[Any] = []

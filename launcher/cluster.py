@@ -24,6 +24,7 @@ class Placement:
     launcher: str = (
         "none"  # torchrun (the deepspeed launcher sets the same variables), slurm, openmpi or none
     )
+    agent_store: bool = False  # torchrun's own process holds the store at that port, not rank 0
 
     def __post_init__(self) -> None:
         if not (0 <= self.rank < self.world_size and 0 <= self.local_rank < self.local_size):
@@ -71,7 +72,8 @@ def _torchrun(environment: Mapping[str, str]) -> Placement:
     address, port = environment.get("MASTER_ADDR", LOOPBACK), number(environment, "MASTER_PORT", 0)
     if size > 1 and not port:
         raise ValueError("MASTER_PORT is not set although WORLD_SIZE is; set MASTER_ADDR and MASTER_PORT too")
-    return Placement(rank, size, local_rank, local_size, address, port, "torchrun")
+    agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return Placement(rank, size, local_rank, local_size, address, port, "torchrun", agent)
 
 
 def _is_slurm_task(environment: Mapping[str, str]) -> bool:

@@ -16,11 +16,12 @@ class Command:
     root: str
     function: str  # called with the typed root, returns the exit code
     has_run: bool  # whether it works in run.dir
+    passes_on: bool = False  # whether the function also gets the arguments as they were written
 
     def load_root(self) -> type:
         return load(self.root)
 
-    def load_function(self) -> Callable[[Any], int]:
+    def load_function(self) -> Callable[..., int]:
         return load(self.function)
 
 
@@ -47,6 +48,23 @@ COMMANDS: dict[str, Command] = {
             config_name="prepare",
             root="launcher.config:Prepare",
             function="launcher.preparing:prepare",
+            has_run=False,
+        ),
+        Command(
+            name="launch",
+            summary="start a run on a cluster, or print what would: torchrun, deepspeed, slurm, kubernetes",
+            config_name="config",
+            root="launcher.launch:Launch",
+            function="launcher.launch:launch",
+            has_run=False,
+            passes_on=True,
+        ),
+        Command(
+            name="doctor",
+            summary="check the machines before a run: versions, clocks, disk, GPUs, collectives, speed",
+            config_name="config",
+            root="launcher.doctor:Doctor",
+            function="launcher.doctor:doctor",
             has_run=False,
         ),
         Command(

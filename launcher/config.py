@@ -11,6 +11,7 @@ from conf.schema import Difference, differences
 from conf.typed import InvalidConfiguration, Problem, config, setting
 from launcher.batch import Batches, batches
 from launcher.hardware import Hardware
+from launcher.heartbeat import Heartbeat
 from launcher.monitor import Monitor
 from launcher.profile import Profile
 from launcher.sections import DEFAULT_STEPS, Evaluate, Fault, Run, Sample, Train
@@ -43,6 +44,7 @@ class Config:
     evaluate: Evaluate = setting(factory=Evaluate, on_resume="free", help="the held-out loss")
     checkpoint: Checkpoint = setting(factory=Checkpoint, on_resume="free", help="what is saved when")
     monitor: Monitor = setting(factory=Monitor, on_resume="free", help="what is done about loss spikes")
+    heartbeat: Heartbeat = setting(factory=Heartbeat, on_resume="free", help="signs of life of the ranks")
     hardware: Hardware = setting(factory=Hardware, on_resume="free", help="the machine")
     kernels: Kernels = setting(factory=Kernels, on_resume="free", help="forms of operations")
     profile: Profile = setting(factory=Profile, on_resume="free", help="steps to profile")

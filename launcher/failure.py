@@ -17,12 +17,14 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from launcher.cluster import placement
+from launcher.heart import Heart
+from launcher.heartbeat import KINDS, Finding
 from launcher.log import discard_logs, log_traceback
 from launcher.rundirectory import RunDirectory
-from parallel.errors import OtherRankFailed
+from parallel.errors import OtherRankFailed, connection_lost
 
 DONE, FAILED, WRONG_INPUT = 0, 1, 2
 KEY = "megamodel/first-error"
@@ -88,15 +90,17 @@ class Store(Protocol):
     def get(self, key: str, /) -> bytes: ...
     def check(self, keys: list[str], /) -> bool: ...
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
+    def multi_get(self, keys: list[str], /) -> list[bytes]: ...
 
 
 class FailureWatch:
     """`with FailureWatch(connect, ...):` around the work of a run, entered once the processes have met.
 
-    connect: opens a new connection to the rendezvous store; called twice, as a waiting call must not hold up
-    the other thread. When the work raises, the error becomes the first error in the store unless there is one
-    already, and RankFailure is raised. When another rank's error appears there, this process prints it and
-    ends itself with code 1. Leave the block together, after a barrier.
+    connect: opens a new connection to the rendezvous store; called for each thread, as a waiting call must
+    not hold up another. heart: started and stopped with the work; what it finds is an error like others.
+    When the work raises, the error becomes the first error in the store unless there is one already, and
+    RankFailure is raised. When another rank's error appears there, this process prints it and ends itself
+    with code 1. Leave the block together, after a barrier.
     """
 
     def __init__(
@@ -106,18 +110,18 @@ class FailureWatch:
         rank: int,
         world_size: int,
         directory: RunDirectory,
-        attempt: str = "0",
         interval_seconds: float = 1.0,
         grace_seconds: float = 5.0,
         end: Callable[[int], Any] = os._exit,
+        heart: Heart | None = None,
     ) -> None:
         self._connect = connect
         self.rank, self.world_size, self.directory = rank, world_size, directory
-        self._key, self._seen = f"{KEY}/{attempt}", f"{SEEN}/{attempt}"
         self._interval, self._grace, self._end = interval_seconds, grace_seconds, end
         self._over = threading.Event()
         self._started = time.time()
         self._store: Store | None = None
+        self._heart = heart
 
     @property
     def store(self) -> Store | None:
@@ -129,17 +133,36 @@ class FailureWatch:
             self._store = self._connect()
             watching = self._connect()
             threading.Thread(target=self._watch, args=(watching,), name="failure-watch", daemon=True).start()
+        if self._heart is not None:
+            self._heart.start(self._connect() if self.world_size > 1 else None, self._accuse)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._over.set()
-        if error is None or isinstance(error, SystemExit | GeneratorExit):
-            return
+        try:
+            if error is not None and not isinstance(error, SystemExit | GeneratorExit):
+                self._fail(error)
+        finally:
+            if self._heart is not None:
+                self._heart.stop()
+
+    def _fail(self, error: BaseException) -> NoReturn:
         report = self._report(error, begun=self.directory.begun)
-        first = self._agree(report, follows=isinstance(error, OtherRankFailed))
+        follows = isinstance(error, OtherRankFailed)
+        gone = self._heart.blame() if self._heart is not None and connection_lost(error) else None
+        if gone is not None:
+            report = self._found(gone)
+        elif self._store is not None and self.rank != 0 and connection_lost(error):
+            with contextlib.suppress(Exception):  # rank 0 may know better who has gone
+                self._wait_for(self._store, [KEY])
+        first = self._agree(report, follows=follows)
         log_traceback(error)
+        if self._heart is not None and first.type in KINDS:
+            self._heart.write_stacks(first.message)
+            if first.type != "RankStuck":
+                self._heart.end_silent(first.rank)
         self._leave_word(first)
         if self._store is not None:
             self._wait_until_seen(self._store, first)
@@ -148,12 +171,30 @@ class FailureWatch:
     def _report(self, error: BaseException, *, begun: bool) -> Report:
         return report_of(error, rank=self.rank, world_size=self.world_size, begun=begun)
 
+    def _found(self, finding: Finding) -> Report:
+        """What the heart has found, as the error of that rank."""
+        kind, message = finding.kind, finding.message
+        return Report(finding.rank, kind, message, FAILED, "", time.time(), self.world_size)
+
+    def _accuse(self, finding: Finding, reachable: bool) -> None:
+        """A rank cannot speak for itself any more: its end is the first error. Called by the heart's threads.
+
+        reachable: the store answers. If so the watch tells all, this process included; else, and in a process
+        that is alone, nobody does.
+        """
+        report = self._found(finding)
+        first = self._agree(report, follows=False) if reachable else report
+        if first == report:
+            self.directory.record_error(asdict(report), since=self._started)
+        if self._store is None or not reachable:
+            self._give_up(first, None)
+
     def _leave_word(self, first: Report) -> None:
         """Record our error, also another's that took itself for wrong input though the run has begun; of
         wrong input before that, nothing is left behind."""
         if first.code == WRONG_INPUT and not self.directory.begun:
             discard_logs()
-        elif first.rank == self.rank or first.code == WRONG_INPUT:
+        elif first.rank == self.rank or first.code == WRONG_INPUT or first.type in KINDS:
             self.directory.record_error(asdict(first), since=self._started)
 
     def _agree(self, mine: Report, *, follows: bool) -> Report:
@@ -162,9 +203,9 @@ class FailureWatch:
             return mine
         try:
             if follows:
-                self._wait_for(self._store, [self._key])
-            found = self._store.compare_set(self._key, "", json.dumps(asdict(mine)))
-            self._store.set(f"{self._seen}/{self.rank}", "")
+                self._wait_for(self._store, [KEY])
+            found = self._store.compare_set(KEY, "", json.dumps(asdict(mine)))
+            self._store.set(f"{SEEN}/{self.rank}", "")
             return Report(**json.loads(found))
         except Exception:  # the store died with its process: ours is the only error that can be known
             return mine
@@ -175,7 +216,7 @@ class FailureWatch:
         if self.rank not in (0, first.rank):
             return
         with contextlib.suppress(Exception):  # the store is gone, and with it the process that held it
-            self._wait_for(store, [f"{self._seen}/{rank}" for rank in range(self.world_size)])
+            self._wait_for(store, [f"{SEEN}/{rank}" for rank in range(self.world_size)])
 
     def _wait_for(self, store: Store, keys: list[str]) -> None:
         """Until all the keys are there, or the grace time is over."""
@@ -186,26 +227,44 @@ class FailureWatch:
     def _watch(self, store: Store) -> None:
         while not self._over.wait(self._interval):
             try:
-                if not store.check([self._key]):
+                if not store.check([KEY]):
                     continue
-                first = Report(**json.loads(store.get(self._key)))
+                first = Report(**json.loads(store.get(KEY)))
             except Exception as error:
                 # The store's process is gone without a word; one that is about to end well has time to.
                 if self._over.wait(self._grace):
                     return
                 message = f"lost the rendezvous store; its process has ended ({type(error).__name__})"
-                first = self._report(ConnectionError(message), begun=True)
+                gone = self._heart.blame() if self._heart is not None else None
+                first = self._found(gone) if gone else self._report(ConnectionError(message), begun=True)
+                if gone:
+                    self._leave_word(first)
+                self._give_up(first, None)
+                return
             else:
-                if first.rank == self.rank:
+                if first.rank == self.rank and self._over.is_set():
                     return
-                store.set(f"{self._seen}/{self.rank}", "")
-                self._wait_until_seen(store, first)
-            logging.getLogger(__name__).error(first.line(), extra={"file_only": True})
-            if first.code == WRONG_INPUT:
-                self._leave_word(first)
-            say(first)
-            self._end(FAILED)
+            self._give_up(first, store)
             return
+
+    def _give_up(self, first: Report, store: Store | None) -> None:
+        """Say the first error and end this process, whatever its main thread does."""
+        logging.getLogger(__name__).error(first.line(), extra={"file_only": True})
+        if self._heart is not None and first.type in KINDS:
+            self._heart.write_stacks(first.message)
+            # Not before all have written theirs: the end of one breaks the connections of others.
+            threading.Event().wait(1.5 * self._interval)
+            if first.type != "RankStuck":  # that one can end by itself
+                self._heart.end_silent(first.rank)
+        if store is not None:
+            with contextlib.suppress(Exception):
+                for rank in {self.rank} | ({first.rank} if first.type in KINDS[:2] else set()):
+                    store.set(f"{SEEN}/{rank}", "")
+                self._wait_until_seen(store, first)
+        if first.code == WRONG_INPUT:
+            self._leave_word(first)
+        say(first)
+        self._end(FAILED)
 
 
 def guarded(

@@ -26,6 +26,7 @@ from launcher.failure import DONE, FailureWatch
 from launcher.faults import Faults, poisoned
 from launcher.guard import Guard
 from launcher.hardware import peak_flops
+from launcher.heart import Heart
 from launcher.log import logging_to
 from launcher.metrics import MetricsWriter
 from launcher.preparing import progress
@@ -72,11 +73,12 @@ def train(config: Config) -> int:
     logs = directory.log_file(place.rank) if not config.dry_run else None
     with (
         logging_to(logs, rank=place.rank, level=config.run.log_level),
-        _joined(place, config, device),
-        _watched(place, directory),
+        joined(place, config, device) as name,
     ):
-        mesh = build_mesh(tp=config.parallel.tp, pp=config.parallel.pp, device=device)
-        _dry_run(settled, mesh) if config.dry_run else _train(settled, mesh, directory, deadline)
+        heart = Heart(config.heartbeat, place, logs=directory.path / "logs")
+        with watched(place, directory, name, None if config.dry_run else heart):
+            mesh = build_mesh(tp=config.parallel.tp, pp=config.parallel.pp, device=device)
+            _dry_run(settled, mesh) if config.dry_run else _train(settled, mesh, directory, deadline, heart)
     return DONE
 
 
@@ -100,8 +102,9 @@ def _is_over(settled: Plan, directory: RunDirectory, *, rank: int) -> bool:
 
 
 @contextmanager
-def _joined(place: Placement, config: Config, device: torch.device) -> Iterator[None]:
-    start(
+def joined(place: Placement, config: Config, device: torch.device) -> Iterator[str]:
+    """The processes in one group; the name of this start."""
+    name = start(
         rank=place.rank,
         world_size=place.world_size,
         local_rank=place.local_rank,
@@ -109,32 +112,35 @@ def _joined(place: Placement, config: Config, device: torch.device) -> Iterator[
         port=place.master_port,
         device=device,
         timeout=timedelta(seconds=config.run.timeout_seconds),
+        agent_store=place.agent_store,
     )
     try:
-        yield
+        yield name
     finally:
         # After an error others may be gone, and leaving a NCCL group would wait for them.
         if sys.exc_info()[0] is None or device.type == "cpu":
             stop()
 
 
-def _watched(place: Placement, directory: RunDirectory) -> FailureWatch:
+def watched(place: Placement, directory: RunDirectory, name: str, heart: Heart | None = None) -> FailureWatch:
+    """The watch over failures of other ranks. name: of this start."""
     return FailureWatch(
-        lambda: connect(place.master_addr, place.master_port),
+        lambda: connect(place.master_addr, place.master_port, name),
         rank=place.rank,
         world_size=place.world_size,
         directory=directory,
-        attempt=os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
+        heart=heart,
     )
 
 
-def _train(settled: Plan, mesh: Mesh, directory: RunDirectory, deadline: float | None) -> None:
+def _train(settled: Plan, mesh: Mesh, directory: RunDirectory, deadline: float | None, heart: Heart) -> None:
     """Assemble, restore, train, and tell how it went."""
     config = settled.config
     exchange = exchange_over(mesh.world)
     first = exchange.share(plain(config))
     together(exchange, lambda: check_same(config, first, rank=mesh.world.rank))
     prepared = _prepared(config, mesh, exchange)
+    heart.beat(0, "start")
     loader, held_out = _data(settled, prepared)
     engine = build_engine(settled, mesh)
     about = About(plain(config), _library_versions(), prepared.tokenizer.hash)
@@ -145,13 +151,12 @@ def _train(settled: Plan, mesh: Mesh, directory: RunDirectory, deadline: float |
     acceptor = _Acceptor(settled, prepared)
     restored = checkpoints.restore(engine, config.resume, rewinds=past, accept=acceptor)
     cursor, budget = applied_again(restored.cursor if restored else Cursor(), rewound)
-    facts = {"device": device_name(mesh.device)}
-    directory.begin(config, rank=mesh.world.rank, step=cursor.step, extra=facts)
+    device = {"device": device_name(mesh.device)}
+    directory.begin(config, rank=mesh.world.rank, step=cursor.step, extra=device)
     metrics = _metrics(settled, directory, restored, cursor, rank=mesh.world.rank)
     cursor = dataclasses.replace(cursor, attempt=exchange.share(metrics.attempt))
     extra = {"data": prepared.digest, "segment": metrics.segment}
-    guard = Guard(config.monitor)
-    guard.restore(restored.extra if restored else {}, budget)
+    guard = _guard(config, restored, budget)
     responder = Responder(
         settled,
         guard,
@@ -177,6 +182,7 @@ def _train(settled: Plan, mesh: Mesh, directory: RunDirectory, deadline: float |
         peak_flops=_peak(settled, mesh),
         peak_bytes=_peak_bytes(mesh.device),
         deadline=deadline,
+        heart=heart,
     )
     try:
         _introduce(run, prepared, cursor, acceptor.changed, restored)
@@ -188,6 +194,12 @@ def _train(settled: Plan, mesh: Mesh, directory: RunDirectory, deadline: float |
         directory.set_status(state, reason=outcome.stopped_by or "", step=outcome.cursor.step)
         _tell(settled, prepared, held_out, outcome, checkpoints)
     exchange.everyone(None)  # leave together
+
+
+def _guard(config: Config, restored: Restored | None, budget: dict[str, Any] | None) -> Guard:
+    guard = Guard(config.monitor)
+    guard.restore(restored.extra if restored else {}, budget)
+    return guard
 
 
 def _introduce(

@@ -13,6 +13,7 @@ from launcher.diagnosis import Fingerprint
 from launcher.evaluate import HeldOutLoss, evaluate
 from launcher.garbage import GarbageCollection
 from launcher.guard import KEY
+from launcher.heart import Heart
 from launcher.metrics import MetricsWriter, encoded
 from launcher.monitor import MOST_SKIPPED, Kind
 from launcher.profile import Profiling
@@ -48,6 +49,7 @@ class Run:
     peak_flops: float | None  # of all devices together; None: no MFU
     peak_bytes: Callable[[], int]
     deadline: float | None  # of time.monotonic(): when to save and stop
+    heart: Heart
 
     def close(self) -> None:
         """The files, the progress, the thread that reads ahead."""
@@ -79,10 +81,12 @@ def train(run: Run, cursor: Cursor) -> Outcome:
     ):
         run.responder.asked = stop.asked
         while cursor.step < plan.steps:
+            run.heart.beat(cursor.step, "data")
             stage = plan.batches.at(cursor.step)
             fed = run.feed.at(cursor, micro_batch=plan.batches.micro_batch, accumulation=stage.accumulation)
             profiling.before(cursor.step + 1)
             before, (result, lr) = cursor, _attempt(run, cursor, fed, asked=stop.asked())
+            run.heart.beat(before.step, "monitor")
             kind, recovery = run.responder.decide(before)
             record = _record(run, before, fed, result, lr=lr, kind=kind)
             cursor = advance(before, fed, result)
@@ -132,6 +136,7 @@ def _attempt(run: Run, cursor: Cursor, fed: LoadedStep, *, asked: int) -> tuple[
         if wanted:
             taken.append(Fingerprint.of(found))
 
+    run.heart.beat(cursor.step, "train_step")
     result = run.engine.train_step(
         faults.batches(cursor, fed.batches, data_rank=run.engine.mesh.dp.rank),
         lr=lr,
@@ -140,12 +145,15 @@ def _attempt(run: Run, cursor: Cursor, fed: LoadedStep, *, asked: int) -> tuple[
         maxima=(asked, run.peak_bytes(), *_costs(run, cursor)),
         on_gradients=on_gradients if wanted or faults.faults else None,
     )
+    if result.signals is not None:
+        run.heart.worked(result.work_seconds)
     run.responder.note(cursor, result, lr=lr, taken=taken[0] if taken else None)
     return result, lr
 
 
 def _keep(run: Run, cursor: Cursor, result: StepResult, *, asked: int, loss: HeldOutLoss | None) -> bool:
     """Snapshot and save what is due after an attempt; whether it was saved. loss: taken at this very step."""
+    run.heart.beat(cursor.step, "save")
     settings = run.plan.config.checkpoint
     every = settings.snapshot_every
     if result.applied and every and cursor.step % every == 0:
@@ -172,6 +180,7 @@ def _save(run: Run, cursor: Cursor, more: dict[str, Any]) -> None:
 
 def _finish(run: Run, cursor: Cursor) -> None:
     """Until the last save is complete; raises what the writing raised."""
+    run.heart.beat(cursor.step, "save")
     run.checkpoints.wait()
     _costs(run, cursor)
 
@@ -249,6 +258,7 @@ def _evaluate(run: Run, record: dict[str, Any]) -> HeldOutLoss | None:
     settings = run.plan.config.evaluate
     if settings.batches == 0:
         return None
+    run.heart.beat(record["step"], "evaluate")
     loss = evaluate(
         run.engine,
         run.held_out,

@@ -21,6 +21,7 @@ from parallel.piece import Piece, disown, pieces_of
 from parallel.pipeline import GuardedEngine, LayerLike, StagedModule, quiet
 from parallel.stages import stage_bounds
 from parallel.start import close_at_stop
+from parallel.stopwatch import Stopwatch
 from parallel.zero import StateTensor, ZeroPartition
 
 _DEEPSPEED_VERSION = "0.19.8"
@@ -87,13 +88,15 @@ class Signals:
 class StepResult:
     """One attempt. signals is None when no target of the global batch was valid: nothing was computed.
 
-    seconds: the slowest rank up to the judgement, and from there this rank.
+    seconds: the slowest rank up to the judgement, and from there this rank. work_seconds: this rank alone,
+    from where all data ranks have met to the end of its backward passes; waits within tp and pp are in it.
     """
 
     signals: Signals | None
     valid_tokens: int
     applied: bool
     seconds: float
+    work_seconds: float = 0.0
 
 
 Judge = Callable[[Signals], bool]
@@ -167,6 +170,7 @@ class Engine:
         self._signals: Signals | None = None
         self._on_gradients: Gradients | None = None
         self._maxima: tuple[float, ...] = ()
+        self._work = Stopwatch(mesh.device)
         self._started = self._judged = 0.0
         self._valid_tokens = 0
         close_at_stop(self)
@@ -203,6 +207,7 @@ class Engine:
         valid = self._count_valid(batches)
         if valid == 0:
             return StepResult(None, 0, False, time.perf_counter() - self._started)
+        self._work.begin()
         self._maxima = tuple(maxima)
         if len(batches) != self._engine.micro_batches:
             size = self._engine.micro_batch_size * len(batches) * self.mesh.dp.size
@@ -225,7 +230,7 @@ class Engine:
         *others, slowest = decided.maxima
         signals = replace(decided, maxima=tuple(others))
         seconds = slowest + time.perf_counter() - self._judged
-        return StepResult(signals, valid, self._applied, seconds)
+        return StepResult(signals, valid, self._applied, seconds, self._work.seconds)
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[BatchLike]) -> tuple[float, int]:
@@ -299,6 +304,7 @@ class Engine:
 
     @torch.no_grad()
     def _before_reduction(self) -> None:
+        self._work.end()
         if self._on_gradients is not None:
             found = [(p, self.partition.accumulated(p)) for p in self.partition.parameters]
             self._on_gradients([(_name(p), p, gradient) for p, gradient in found if gradient is not None])

@@ -11,6 +11,7 @@ from typing import Literal, Protocol
 import torch
 import torch.distributed as dist
 
+from parallel.meeting import meet
 from parallel.mesh import Mesh
 
 
@@ -60,10 +61,12 @@ def start(
     port: int,
     device: torch.device,
     timeout: timedelta,
-) -> None:
+    agent_store: bool = False,
+) -> str:
     """Initialise the default process group (NCCL on GPUs, gloo on CPU) and DeepSpeed's view of it.
 
-    One process alone needs neither address nor port.
+    One process alone needs neither address nor port. agent_store: the store there is the launcher's; else
+    rank 0 opens it. Returns the name of this start, for `connect`.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -71,13 +74,17 @@ def start(
         # A trained model makes ever more numbers below 1e-38, with which a CPU computes far slower.
         torch.set_flush_denormal(True)
     backend = "nccl" if device.type == "cuda" else "gloo"
-    if world_size == 1:
-        store = dist.HashStore()
-        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
-    else:
-        where = f"tcp://{address}:{port}"
-        dist.init_process_group(backend, init_method=where, rank=rank, world_size=world_size, timeout=timeout)
+    name, store = "", dist.HashStore()
+    if world_size > 1:
+        serves = rank == 0 and not agent_store
+        there = dist.TCPStore(
+            address, port, is_master=serves, timeout=timeout, wait_for_workers=False, multi_tenant=True
+        )
+        name = meet(there, rank=rank, world_size=world_size, timeout=timeout)
+        store = dist.PrefixStore(name, there)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     adopt(local_rank)
+    return name
 
 
 def adopt(local_rank: int) -> None:
@@ -95,9 +102,9 @@ def adopt(local_rank: int) -> None:
     deepspeed.init_distributed(dist.get_backend(), dist_init_required=False, verbose=False)
 
 
-def connect(address: str, port: int) -> dist.TCPStore:
-    """A new connection to the store where the processes of the run have met."""
-    return dist.TCPStore(address, port, is_master=False)
+def connect(address: str, port: int, name: str) -> dist.PrefixStore:
+    """A new connection to the store where the processes of the run have met. name: of this start."""
+    return dist.PrefixStore(name, dist.TCPStore(address, port, is_master=False))
 
 
 def wait_for_main(mesh: Mesh, key: str) -> None:
