@@ -39,10 +39,14 @@ class Machine:
     node_bytes_per_second: float = setting(on_resume="free", help="link to the other GPUs of the node")
     network_bytes_per_second: float = setting(on_resume="free", help="network to other nodes, of each GPU")
     matmul_efficiency: float = setting(on_resume="free", help="share of the peak that large products reach")
-    attention_efficiency: float = setting(on_resume="free", help="share of the peak that fused attention reaches")
+    attention_efficiency: float = setting(
+        on_resume="free", help="share of the peak that fused attention reaches"
+    )
     memory_efficiency: float = setting(0.85, on_resume="free", help="share of the memory's bandwidth reached")
     link_efficiency: float = setting(0.75, on_resume="free", help="share of a link's bandwidth reached")
-    price_per_gpu_hour: float = setting(on_resume="free", help="price of a GPU-hour, an assumption: set yours")
+    price_per_gpu_hour: float = setting(
+        on_resume="free", help="price of a GPU-hour, an assumption: set yours"
+    )
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():

@@ -1,12 +1,15 @@
 """Parameters that one rank holds, counted on the layers themselves, which are built without memory."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from megamodel.config import Model
 from megamodel.model import layers
 from parallel.mesh import Group
+from parallel.piece import pieces_of
 from parallel.tensor import TensorParallel
 
 
@@ -53,7 +56,7 @@ class Parameters:
         parallel = TensorParallel(Group(tuple(range(tp)), 0, None), sequence=sequence)
         before, after, blocks = Count(0, 0), Count(0, 0), []
         seen: list[tuple[object, Count]] = []
-        shared: set[int] = set()
+        shared: set[str] = set()
         built = layers(self.model, seed=0, documents=False, parallel=parallel, initial=False)
         for part in built:
             if part.is_block:
@@ -75,10 +78,11 @@ class Parameters:
         return before, blocks, after
 
 
-def _trained(build, shared: set[int]) -> Count:  # type: ignore[no-untyped-def]
+def _trained(build: Callable[[], nn.Module], shared: set[str]) -> Count:
+    """Of what no layer before has: the names of its pieces tell."""
     with torch.device("meta"):
         module = build()
-    new = [p for p in module.parameters() if p.requires_grad and id(p) not in shared]
-    shared.update(id(p) for p in new)
+    new = [p for p in module.parameters() if p.requires_grad and pieces_of(p)[0].name not in shared]
+    shared.update(pieces_of(p)[0].name for p in new)
     matrices = sum(p.numel() for p in new if p.dim() >= 2)
     return Count(matrices, sum(p.numel() for p in new) - matrices)

@@ -18,7 +18,9 @@ from parallel.stages import stage_bounds
 
 COLLECTIVE_SECONDS = 15e-6  # start of one collective: NCCL's small-message latency within and between nodes
 BLOCK_LAUNCH_SECONDS = 120e-6  # CPU time to start a block's forward kernels, about 25 at 5 us each
-SCORE_PASSES = 6.5  # times that unfused attention writes or reads a score: product, scaled mask, softmax, dropout
+SCORE_PASSES = (
+    6.5  # times that unfused attention writes or reads a score: product, scaled mask, softmax, dropout
+)
 NO_RECOMPUTE = RECOMPUTED["none"]
 
 
