@@ -1,8 +1,8 @@
 """What autograd keeps of a forward pass, in bytes for each token of one rank. One small table an axis.
 
-D width, H query heads, K key/value heads, E head width, F = d_ff, S sequence length, b bytes of a number; h, k
-and f are this rank's shares. The tables follow the code of megamodel line by line; a test holds them against
-what autograd saves. `kept` in a comment names what a number stands for.
+D width, H query heads, K key/value heads, E head width, F = d_ff, S sequence length, b bytes of a number; h,
+k and f are this rank's shares. The tables follow the code of megamodel line by line; a test holds them
+against what autograd saves. `kept` in a comment names what a number stands for.
 """
 
 from dataclasses import dataclass
@@ -129,7 +129,7 @@ def block_kept(model: Model, own: LayerSettings, length: int, layout: Layout, *,
 
 
 def recomputed_kept(kept: Kept, model: Model, recompute: Recompute, layout: Layout) -> Kept:
-    """What stays until backward: all, or the input of the block alone."""
+    """What stays until backward: all, or the input of the block alone. Other modes count as none."""
     if recompute == "block":
         return Kept(split=layout.number_bytes * model.d_model)
     return kept

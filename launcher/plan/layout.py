@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-Recompute = Literal["none", "selective", "block"]
+Recompute = Literal["none", "attention", "selective", "block"]
 Precision = Literal["fp32", "bf16"]
 NUMBER_BYTES: dict[Precision, int] = {"fp32": 4, "bf16": 2}
 
@@ -18,9 +18,11 @@ class Recomputed:
     communication: float  # of the tensor-parallel collectives of the forward pass
 
 
-# selective: as torchtitan and Megatron-LM mean it, cheap or alternate parts only; see `memory.KEPT`.
+# attention: scores and their softmax, as Megatron-LM's "selective" (Korthikanti et al. 2022); selective:
+# every other product and all that is pointwise, as torchtitan's. Training offers those it names itself.
 RECOMPUTED: dict[Recompute, Recomputed] = {
     "none": Recomputed(0.0, 0.0, 0.0, 0.0),
+    "attention": Recomputed(0.0, 1.0, 0.0, 0.0),
     "selective": Recomputed(0.5, 0.0, 1.0, 0.0),
     "block": Recomputed(1.0, 1.0, 1.0, 1.0),
 }
@@ -32,9 +34,9 @@ class Method:
 
     gradient_bytes: of a number that is reduced; reduction: 1 reduce-scatter, 2 all-reduce (twice the bytes);
     weight_bytes: of a number that is gathered, `gathers` times; every_micro_batch: with each micro-batch
-    (FSDP), else once a step; overlap: share of this that can hide behind the computation; shard_*: whether
-    state, gradients and weights are split over dp; fused_attention: no scores in memory; update_bytes: read
-    and written for each parameter that the optimizer updates.
+    (FSDP), else once a step; overlap: share of this that can hide behind the computation; shard_state:
+    whether the optimizer's state is split over dp; split_transfers: each rank sends 1 / tp of the stream over
+    a stage border; update_bytes: read and written for each parameter that is updated.
     """
 
     gradient_bytes: int
@@ -44,16 +46,18 @@ class Method:
     every_micro_batch: bool
     overlap: float
     shard_state: bool = True
-    fused_attention: bool = True
-    split_transfers: bool = False  # a stage border carries 1 / tp of the stream on each rank
+    split_transfers: bool = False
     update_bytes: int = 34  # master, two moments: read and written; gradient read; weight written, in fp32
 
 
 # The engine: DeepSpeed's ZeRO 1 under its pipeline sums fp32 gradients by all-reduce, after the last
 # micro-batch, and gathers 16-bit weights after the update; nothing overlaps.
+# The others are what published runs used: Megatron-LM's data parallelism of 2021 (16-bit all-reduce at the
+# end), its distributed optimizer, FSDP that gathers each layer twice a micro-batch, Llama 3's once a step.
 METHODS: dict[str, Method] = {
     "engine": Method(4, 2, 2, 1, False, 0.0),
-    "ddp": Method(2, 2, 0, 0, False, 0.0, shard_state=False, fused_attention=False, split_transfers=True),
+    "ddp": Method(2, 2, 0, 0, False, 0.0, shard_state=False, split_transfers=True),
+    "zero1": Method(4, 1, 2, 1, False, 0.5, split_transfers=True),
     "fsdp": Method(4, 1, 2, 2, True, 0.8),
     "fsdp_zero2_like": Method(4, 1, 2, 1, False, 0.5, split_transfers=True),
 }
@@ -73,6 +77,7 @@ class Layout:
     stage_layers: tuple[int, ...] | None = None
     chunks: int = 1
     method: str = "engine"
+    fused_attention: bool = True  # no scores in memory
     precision: Precision = "bf16"
 
     @property

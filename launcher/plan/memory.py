@@ -122,7 +122,7 @@ class Memory:
         return self._kept[key]
 
     def _buffers(self, layout: Layout, stage: int, tokens: int, flight: int) -> float:
-        """The stream at the stage's borders, each micro-batch in flight once, and what receives; the bucket."""
+        """The stream at the stage's borders, once a micro-batch in flight and to receive; the bucket."""
         split = layout.tp if layout.sequence_parallel else 1
         stream = tokens * self.model.d_model * layout.number_bytes / split
         incoming = (1 + flight) * stream if stage else 0.0
@@ -148,7 +148,7 @@ def _copies(checkpoint: Checkpoint) -> int:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a layout fits; if not the stage that misses most, by how much, why, and what would help most."""
+    """Whether a layout fits; if not, where most is missing, by how much, why, and what would help most."""
 
     fits: bool
     stage: int

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -45,7 +46,7 @@ class Parameters:
     def of_stages(self, bounds: list[int], tp: int) -> list[Count]:
         """Of each stage; a tied matrix stands on the first and on the last, once if they are one."""
         first, blocks, last = self.layers(tp)
-        stages = [sum(blocks[a:b], Count(0, 0)) for a, b in zip(bounds, bounds[1:], strict=False)]
+        stages = [sum(blocks[a:b], Count(0, 0)) for a, b in pairwise(bounds)]
         stages[0] += first
         stages[-1] += last
         if self.model.tie_embeddings and len(stages) > 1:

@@ -1,14 +1,15 @@
 """How long a step takes, part by part: a roofline for the computation, rings for the collectives, 1F1B.
 
-A product of F operations that moves M bytes takes F / (efficiency x peak) + M / (efficiency x bandwidth): the
-second term is what makes small or thin products slow. A ring of n ranks carries (n - 1) / n of the bytes to
-gather or to reduce and scatter, twice that for an all-reduce, at the link's rate; a group that leaves the node
-has one network adapter for each of its ranks in a node.
+A product of F operations that moves M bytes takes F / (efficiency x peak) + M / (efficiency x bandwidth):
+the second term is what makes small or thin products slow. A ring of n ranks carries (n - 1) / n of the bytes
+to gather or to reduce and scatter, twice that for an all-reduce, at the link's rate; a group that leaves the
+node has one network adapter for each of its ranks in a node.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 from launcher.hardware import Machine
 from launcher.plan.layout import RECOMPUTED, Layout, Recomputed
@@ -16,11 +17,13 @@ from launcher.plan.work import LayerWork, block_work, embedding_work, head_work
 from megamodel.config import LayerSettings, Model
 from parallel.stages import stage_bounds
 
-COLLECTIVE_SECONDS = 15e-6  # start of one collective: NCCL's small-message latency within and between nodes
+# Start of a collective: half the bandwidth is reached at about 8 MB within a node, 64 MB between nodes, which
+# is what nccl-tests usually shows on such machines; an assumption, not fitted.
+COLLECTIVE_SECONDS = 15e-6
+FAR_COLLECTIVE_SECONDS = 150e-6
 BLOCK_LAUNCH_SECONDS = 120e-6  # CPU time to start a block's forward kernels, about 25 at 5 us each
-SCORE_PASSES = (
-    6.5  # times that unfused attention writes or reads a score: product, scaled mask, softmax, dropout
-)
+# Times that unfused attention writes or reads a score: product, scaled mask, softmax, dropout, product.
+SCORE_PASSES = 6.5
 NO_RECOMPUTE = RECOMPUTED["none"]
 
 
@@ -84,7 +87,8 @@ def ring_seconds(machine: Machine, bytes_: float, size: int, *, in_node: int, pa
     if size == 1 or not bytes_:
         return 0.0
     share = passes * (size - 1) / size
-    return share * bytes_ / group_bandwidth(machine, size, in_node=in_node) + COLLECTIVE_SECONDS
+    start = FAR_COLLECTIVE_SECONDS if size > in_node else COLLECTIVE_SECONDS
+    return share * bytes_ / group_bandwidth(machine, size, in_node=in_node) + start
 
 
 class Timing:
@@ -117,14 +121,19 @@ class Timing:
     def stages(self, layout: Layout) -> list[Pass]:
         """The passes of one micro-batch in each stage."""
         sequence = layout.sequence_parallel and layout.tp > 1
-        key = (layout.tp, sequence, layout.micro_batch, layout.recompute, layout.method, layout.precision)
+        key = (
+            layout.tp,
+            sequence,
+            layout.micro_batch,
+            layout.recompute,
+            layout.fused_attention,
+            layout.precision,
+        )
         if key not in self._passes:
             self._passes[key] = self._layers(layout)
         first, *blocks, last = self._passes[key]
         bounds = self.bounds(layout)
-        sums = [
-            sum(blocks[a:b], Pass()) if b - a else Pass() for a, b in zip(bounds, bounds[1:], strict=False)
-        ]
+        sums = [sum(blocks[a:b], Pass()) for a, b in pairwise(bounds)]
         sums[0] += first
         sums[-1] += last
         return sums
@@ -145,7 +154,7 @@ class Timing:
     def _pass(
         self, work: LayerWork, layout: Layout, again: Recomputed, *, collectives: int, launch: float = 0.0
     ) -> Pass:
-        """collectives: all-reduces of the stream in each direction, or what sequence parallelism makes of them."""
+        """collectives: all-reduces of the stream in each direction; a gather and a scatter cost the same."""
         tokens = layout.micro_batch * self.length
         products = self._products(work, layout, tokens)
         attention = self._attention(work, layout, tokens)
@@ -155,7 +164,7 @@ class Timing:
         # Two products for each of the forward pass, a gradient summed in fp32; fused attention repeats q k^T.
         weights = sum(product.weights for product in work.products)
         summing = 8 * weights / self._memory
-        backward = 2 * products + (2.5 if layout.how.fused_attention else 2) * attention + 2 * pointwise
+        backward = 2 * products + (2.5 if layout.fused_attention else 2) * attention + 2 * pointwise
         backward += summing + repeated
         stream = tokens * self.model.d_model * layout.number_bytes
         in_node = min(layout.tp, self.machine.node_gpus)
@@ -179,7 +188,7 @@ class Timing:
         if not work.attention_flops:
             return 0.0
         peak = self.machine.flops(layout.precision)
-        if layout.how.fused_attention:
+        if layout.fused_attention:
             return work.attention_flops * tokens / (peak * self.machine.attention_efficiency)
         # Unfused: the whole square, as products of narrow matrices whose scores go through memory.
         scores = SCORE_PASSES * layout.number_bytes * work.scores * tokens / self._memory
@@ -217,7 +226,7 @@ class Timing:
         """The stream of a micro-batch to the next stage."""
         if layout.pp == 1:
             return 0.0
-        split = layout.tp if layout.how.split_transfers else 1
+        split = layout.tp if layout.how.split_transfers or layout.sequence_parallel else 1
         bytes_ = layout.micro_batch * self.length * self.model.d_model * layout.number_bytes / split
         far = layout.tp * layout.dp * layout.pp > self.machine.node_gpus
         machine = self.machine

@@ -1,4 +1,4 @@
-"""Bytes of live tensors, followed operation by operation: what a step really holds, without the noise of RSS."""
+"""Bytes of live tensors, followed operation by operation: what a step holds, without the noise of RSS."""
 
 import weakref
 from typing import Any

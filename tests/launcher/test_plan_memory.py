@@ -100,6 +100,7 @@ def test_documents_cost_a_mask_for_each_row() -> None:
     assert kept.whole + kept.split == pytest.approx(measured / (rows * length), rel=0.01)
 
 
+SNAPSHOTS = parse(Checkpoint, {})
 STEP = {
     "vocab_size": 1024,
     "d_model": 128,
@@ -147,7 +148,7 @@ def test_the_peak_of_a_step_within_a_tenth(
 
 def predicted(model: Model, layout: Layout, length: int, *, documents: bool) -> list[Bytes]:
     memory = Memory(model, length, documents=documents, on_cpu=True)
-    return memory.stages(layout, block_bounds(model, layout.pp, None), Checkpoint())
+    return memory.stages(layout, block_bounds(model, layout.pp, None), SNAPSHOTS)
 
 
 @pytest.mark.parametrize(
@@ -171,7 +172,7 @@ def test_a_tied_matrix_stands_on_the_first_and_the_last_stage() -> None:
 def test_zero_splits_masters_and_moments_over_dp() -> None:
     model, bounds = preset("llama3_8b"), [0, 32]
     memory = Memory(model, 8192, documents=False, on_cpu=False)
-    one, many = (memory.stages(Layout(dp=dp, accumulation=2), bounds, Checkpoint())[0] for dp in (1, 64))
+    one, many = (memory.stages(Layout(dp=dp, accumulation=2), bounds, SNAPSHOTS)[0] for dp in (1, 64))
     n = 8_030_261_248  # a multiple of 64 rows: no padding
     assert (one.weights, one.gradients, one.masters, one.moments) == (2 * n, 6 * n, 4 * n, 8 * n)
     assert (many.weights, many.gradients, many.masters, many.moments) == (2 * n, 6 * n, n // 16, n // 8)
@@ -187,8 +188,8 @@ def test_the_verdict_names_stage_kind_and_lever() -> None:
     model = preset("llama3_8b")
     memory = Memory(model, 8192, documents=False, on_cpu=False)
     layout = Layout(dp=64, micro_batch=4)
-    found = verdict(memory.stages(layout, [0, 32], Checkpoint()), layout, 80e9)
+    found = verdict(memory.stages(layout, [0, 32], SNAPSHOTS), layout, 80e9)
     assert not found.fits and found.short_bytes > 0 and "recompute=block" in found.lever
     assert str(found).startswith("does not fit: short by ") and "because of activations" in str(found)
-    roomy = verdict(memory.stages(layout, [0, 32], Checkpoint()), layout, 1e15)
+    roomy = verdict(memory.stages(layout, [0, 32], SNAPSHOTS), layout, 1e15)
     assert roomy.fits and "to spare" in str(roomy)
