@@ -154,10 +154,10 @@ def memory_table(estimate: Estimate) -> Table:
     listed = list(range(stages))
     if stages > MOST_STAGES:
         listed = sorted({0, 1, 2, estimate.verdict.stage, stages - 2, stages - 1})
-    for number in listed:
-        stage = estimate.stages[number]
+    for index in listed:
+        stage = estimate.stages[index]
         sizes = [f"{kind / size:.2f}" for kind in stage.kinds().values()]
-        table.add_row(str(number), *sizes, f"{stage.total / size:.2f}")
+        table.add_row(str(index), *sizes, f"{stage.total / size:.2f}")
     return table
 
 

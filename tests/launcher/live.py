@@ -12,11 +12,11 @@ from megamodel.config import Model
 from megamodel.data.batch import Batch
 from megamodel.loss import Loss
 from megamodel.model import layers
+from megamodel.optim import Optim, adamw
 from parallel.config import Parallel
 from parallel.engine import Engine
 from parallel.mesh import build_mesh
 from parallel.tensor import TensorParallel, VocabularyShard
-from tests.parallel.training import adamw
 
 
 class Live(TorchDispatchMode):
@@ -71,7 +71,7 @@ def peak_of_a_step(
             ),
             Loss(z_weight=0.0, start=shard.start, group=mesh.tp, consume=True),
             mesh=mesh,
-            make_optimizer=adamw,
+            make_optimizer=lambda module: adamw(module, parse(Optim, {})),
             precision=precision,  # type: ignore[arg-type]
             micro_batch=micro,
             accumulation=accumulation,
