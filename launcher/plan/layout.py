@@ -50,12 +50,13 @@ class Method:
     update_bytes: int = 34  # master, two moments: read and written; gradient read; weight written, in fp32
 
 
-# The engine: DeepSpeed's ZeRO 1 under its pipeline sums fp32 gradients by all-reduce, after the last
-# micro-batch, and gathers 16-bit weights after the update; nothing overlaps.
+# The engine: DeepSpeed's ZeRO 1 under its pipeline rounds the summed gradients to 16 bit, all-reduces them
+# after the last micro-batch and gathers weights after the update; in fp32 we scatter. Nothing overlaps.
 # The others are what published runs used: Megatron-LM's data parallelism of 2021 (16-bit all-reduce at the
 # end), its distributed optimizer, FSDP that gathers each layer twice a micro-batch, Llama 3's once a step.
 METHODS: dict[str, Method] = {
-    "engine": Method(4, 2, 2, 1, False, 0.0),
+    "engine": Method(2, 2, 2, 1, False, 0.0),
+    "engine_fp32": Method(4, 1, 4, 1, False, 0.0),
     "ddp": Method(2, 2, 0, 0, False, 0.0, shard_state=False, split_transfers=True),
     "zero1": Method(4, 1, 2, 1, False, 0.5, split_transfers=True),
     "fsdp": Method(4, 1, 2, 2, True, 0.8),
@@ -91,7 +92,8 @@ class Layout:
 
     @property
     def how(self) -> Method:
-        return METHODS[self.method]
+        is_fp32 = self.method == "engine" and self.precision == "fp32"
+        return METHODS["engine_fp32" if is_fp32 else self.method]
 
     @property
     def number_bytes(self) -> int:

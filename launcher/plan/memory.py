@@ -1,11 +1,12 @@
-"""Bytes of one rank of each pipeline stage, by kind, at the moment of a step when there are most.
+"""Bytes of one rank of each pipeline stage, by kind, at the moment of a step when there are most: while the
+activations are there, or, in bf16, when the gradients are joined to be reduced.
 
 n parameters of the rank, dp data ranks. The engine under ZeRO 1 holds, besides the weights of n numbers:
 bf16: fp32 gradients 4 n and 16-bit ones 2 n, masters 4 n / dp, moments 8 n / dp; fp32: gradients twice, 8 n,
 moments 8 n / dp and a copy of 4 n / dp that DeepSpeed makes for masters, which here are the weights.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from checkpoints.config import Checkpoint
 from launcher.plan.activations import block_kept, head_kept, recomputed_kept
@@ -20,6 +21,7 @@ CHUNK_BYTES = {
     "cpu": 4 << 20,
     "gpu": 64 << 20,
 }  # rows of logits in fp32 that the loss works on, megamodel/loss.py
+REDUCED_AT_ONCE = 500_000_000  # numbers that DeepSpeed's bf16 optimizer joins in fp32 and rounds to reduce
 BUCKET_BYTES = {"cpu": 0, "gpu": 4 * 500_000_000}  # DeepSpeed's reduce bucket in fp32; on a CPU never touched
 
 
@@ -90,11 +92,10 @@ class Memory:
             gradients = 4 * n + _rising(b * n, activations)
         elif m == 1:
             gradients = 4 * n + _rising(b * n, activations + logits + workspace)
-        extra = 4 * n / layout.dp
-        return Bytes(
+        computing = Bytes(
             weights=b * n,
             gradients=round(gradients),
-            masters=round(extra),
+            masters=round(4 * n / layout.dp),
             moments=round(8 * n / layout.dp),
             activations=round(activations),
             logits=round(logits),
@@ -102,6 +103,11 @@ class Memory:
             buffers=round(self._buffers(layout, stage, tokens, flight)),
             snapshots=round(_copies(checkpoint) * 12 * n / layout.dp),
         )
+        if layout.precision == "fp32":
+            return computing
+        joined = (4 + b) * min(n, REDUCED_AT_ONCE)
+        reducing = replace(computing, gradients=(4 + b) * n, activations=0, workspace=joined)
+        return max(computing, reducing, key=lambda held: held.total)
 
     def _blocks(self, layout: Layout) -> tuple[list[float], list[float]]:
         """Bytes that each block keeps of a token until backward, and while it computes again."""

@@ -118,6 +118,7 @@ STEP = {
         ({}, 4, 2, False),
         ({}, 8, 1, False),
         ({"recompute": "block"}, 8, 2, True),
+        ({"recompute": "block"}, 1, 2, False),
         ({"pp": 2}, 4, 4, False),
         ({"tp": 2}, 4, 2, False),
         ({"tp": 2, "sequence_parallel": True}, 4, 2, True),
@@ -174,6 +175,7 @@ def test_zero_splits_masters_and_moments_over_dp() -> None:
     memory = Memory(model, 8192, documents=False, on_cpu=False)
     one, many = (memory.stages(Layout(dp=dp, accumulation=2), bounds, SNAPSHOTS)[0] for dp in (1, 64))
     n = 8_030_261_248  # a multiple of 64 rows: no padding
+    assert one.workspace < 6 * 500_000_000  # what is joined to be reduced
     assert (one.weights, one.gradients, one.masters, one.moments) == (2 * n, 6 * n, 4 * n, 8 * n)
     assert (many.weights, many.gradients, many.masters, many.moments) == (2 * n, 6 * n, n // 16, n // 8)
     assert one.snapshots == 3 * 12 * n  # a ring of two and one for the background writer
