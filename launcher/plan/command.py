@@ -72,7 +72,7 @@ class Plan:
     picture: str | None = setting(
         None, on_resume="free", help="draw the timeline of the pipeline into this .png, .svg or .html"
     )
-    schedule: Kind = setting("1f1b", on_resume="free", help="the schedule that is drawn; training has 1f1b")
+    timeline: Kind = setting("1f1b", on_resume="free", help="the schedule that is drawn; training has 1f1b")
     published: bool = setting(
         False, on_resume="free", help="instead: predictions beside the published speeds of known runs"
     )
@@ -248,10 +248,10 @@ def timeline_of(report: Report) -> Timeline:
     stages = timing.stages(layout)
     again = [s.communication / 3 for s in stages]
     return simulate(
-        tree.schedule,
+        tree.timeline,
         forward=[s.forward + part for s, part in zip(stages, again, strict=True)],
         backward=[s.backward + 2 * part for s, part in zip(stages, again, strict=True)],
-        micro_batches=min(layout.accumulation, 4 * layout.pp),
+        micro_batches=min(layout.accumulation // layout.pp * layout.pp or layout.accumulation, 4 * layout.pp),
         transfer=report.winner.time.transfer / max(2 * layout.accumulation, 1),
-        chunks=CHUNKS[tree.schedule],
+        chunks=CHUNKS[tree.timeline],
     )

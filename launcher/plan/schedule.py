@@ -141,12 +141,12 @@ def simulate(
 def _check(kind: Kind, ranks: int, micro_batches: int) -> None:
     if kind == "interleaved" and micro_batches % ranks:
         raise ValueError(
-            f"schedule=interleaved: {micro_batches} micro-batches must be a multiple of {ranks} stages; "
+            f"timeline=interleaved: {micro_batches} micro-batches must be a multiple of {ranks} stages; "
             f"use {micro_batches // ranks * ranks or ranks} or {-(-micro_batches // ranks) * ranks}"
         )
     if kind == "dualpipev" and micro_batches < 2 * ranks:
         raise ValueError(
-            f"schedule=dualpipev: {micro_batches} micro-batches for {ranks} stages; use at least {2 * ranks}"
+            f"timeline=dualpipev: {micro_batches} micro-batches for {ranks} stages; use at least {2 * ranks}"
         )
 
 

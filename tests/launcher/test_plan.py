@@ -360,3 +360,25 @@ def test_the_largest_model_without_weights_or_process_groups() -> None:
     start = time.process_time()
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.stderr.split() == ["0", "False", "True", "False"], (done.stderr, time.process_time() - start)
+
+
+def test_the_configuration_of_a_run_is_planned_as_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What `train` has settled is given: nothing is searched; the keys of both commands agree."""
+    given = ["parallel.tp=4", "parallel.pp=2", "train.micro_batch=2", "train.global_batch=64"]
+    line = ["train", "model=llama3_8b", *given, "--cfg", "job", "--resolve"]
+    assert command_line.main(line) == 0
+    saved = tmp_path / "config.yaml"
+    saved.write_text(capsys.readouterr().out)
+    found = planned(capsys, f"config={saved}", "gpus=16", "hardware=h100")
+    layout = found["best"][0]["layout"]
+    assert found["layouts_tried"] == 1 and found["sequence_length"] == 256
+    assert (layout["tp"], layout["pp"], layout["dp"], layout["accumulation"]) == (4, 2, 2, 16)
+
+
+@pytest.mark.parametrize("kind", ["interleaved", "zero_bubble", "dualpipev"])
+def test_other_schedules_are_drawn(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = tmp_path / "t.svg"
+    planned(capsys, "gpus=8", "model=llama3_8b", "parallel.pp=4", f"timeline={kind}", f"picture={picture}")
+    assert f">{kind}: 4 stages, 16 micro-batches" in picture.read_text()
