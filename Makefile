@@ -15,7 +15,7 @@ CACHE := .cache/megamodel
 TEST_ENVIRONMENT := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 PYTEST := $(TEST_ENVIRONMENT) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
-.PHONY: help setup train prepare data-shakespeare data-smollm2 test test-all check fix bench bench-checkpoint drill layouts tensorboard clean
+.PHONY: help setup train prepare data-shakespeare data-smollm2 test test-all check fix bench bench-checkpoint drill layouts plan tensorboard clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -78,6 +78,9 @@ drill: $(READY) ## rehearse faults at tp2, pp2 and dp2 and report: runs/drill/re
 
 layouts: $(READY) ## every model axis at every layout against one process, into docs/layouts.md; minutes
 	DS_ACCELERATOR=cpu $(TEST_ENVIRONMENT) $(BIN)/python -m tests.parallel.matrix > docs/layouts.md
+
+plan: $(READY) ## memory, time and money of a run before it starts; ARGS="model=llama3_70b gpus=512"
+	$(BIN)/python -m launcher plan $(ARGS)
 
 tensorboard: $(READY) ## look at the runs in a browser
 	$(BIN)/tensorboard --logdir runs $(ARGS)

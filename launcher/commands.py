@@ -172,6 +172,14 @@ COMMANDS: dict[str, Command] = {
             has_run=False,
         ),
         Command(
+            name="plan",
+            summary="what a run would need and cost on given GPUs: memory, time, money, the best layout",
+            config_name="plan",
+            root="launcher.plan.command:Plan",
+            function="launcher.plan.command:plan",
+            has_run=False,
+        ),
+        Command(
             name="replay",
             summary="run the monitor over old logs: CSV, metrics.jsonl, TensorBoard; what it would have done",
             config_name="replay",

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from checkpoints.config import Checkpoint
 from conf.schema import Difference, differences
@@ -82,7 +82,18 @@ class Prepare:
     format: Format = setting("text", on_resume="free", help=FORMAT_HELP)
 
 
-def layout_problems(tree: Config) -> Iterator[Problem]:
+class Divided(Protocol):
+    """What decides whether a layout divides; the planner asks without a whole run."""
+
+    @property
+    def model(self) -> Model: ...
+    @property
+    def parallel(self) -> Parallel: ...
+    @property
+    def train(self) -> Train: ...
+
+
+def layout_problems(tree: Divided) -> Iterator[Problem]:
     """What does not divide by tp or over the stages."""
     tp, pp = tree.parallel.tp, tree.parallel.pp
     attention, layers = tree.model.attention, tree.model.n_layers
@@ -148,6 +159,13 @@ def data_problems(tree: Config) -> Iterator[Problem]:
             f"tokenizer.vocab_size ({tokens}) is more than model.vocab_size ({tree.model.vocab_size}); "
             f"use model.vocab_size={tokens}",
         )
+    yield from length_problems(tree)
+    if not tree.resume:
+        yield Problem("resume", "resume must be auto, none or the path of a checkpoint")
+
+
+def length_problems(tree: Divided) -> Iterator[Problem]:
+    """A sequence longer than the positions reach."""
     longest = tree.model.longest
     if longest is not None and tree.train.sequence_length > longest:
         yield Problem(
@@ -155,8 +173,6 @@ def data_problems(tree: Config) -> Iterator[Problem]:
             f"train.sequence_length ({tree.train.sequence_length}) is more than model.position.max_positions "
             f"({longest}); learned positions end there",
         )
-    if not tree.resume:
-        yield Problem("resume", "resume must be auto, none or the path of a checkpoint")
 
 
 def monitor_problems(tree: Config) -> Iterator[Problem]:

@@ -23,6 +23,46 @@ PEAKS: tuple[tuple[str, float, float | None], ...] = (
 
 
 @config
+class Machine:
+    """What the planner knows of a kind of GPU and of the nodes it stands in. Rates are of one GPU.
+
+    Links count one direction. The efficiencies are shares of the data sheet's figure that large, well-formed
+    work reaches; `conf/hardware/*.yaml` has the source of each number.
+    """
+
+    name: str = setting(on_resume="free", help="what it is called")
+    bf16_flops: float = setting(on_resume="free", help="dense 16-bit FLOP/s of the data sheet")
+    fp32_flops: float = setting(on_resume="free", help="fp32 FLOP/s of the data sheet, without TF32")
+    memory_bytes: float = setting(on_resume="free", help="memory that a process may fill")
+    memory_bytes_per_second: float = setting(on_resume="free", help="bandwidth of that memory")
+    node_gpus: int = setting(on_resume="free", help="GPUs of a node")
+    node_bytes_per_second: float = setting(on_resume="free", help="link to the other GPUs of the node")
+    network_bytes_per_second: float = setting(on_resume="free", help="network to other nodes, of each GPU")
+    matmul_efficiency: float = setting(on_resume="free", help="share of the peak that large products reach")
+    attention_efficiency: float = setting(
+        on_resume="free", help="share of the peak that fused attention reaches"
+    )
+    memory_efficiency: float = setting(0.85, on_resume="free", help="share of the memory's bandwidth reached")
+    link_efficiency: float = setting(0.75, on_resume="free", help="share of a link's bandwidth reached")
+    price_per_gpu_hour: float = setting(
+        on_resume="free", help="price of a GPU-hour, an assumption: set yours"
+    )
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if name != "name" and not value >= (1 if name == "node_gpus" else 0):
+                raise ValueError(f"hardware.machine.{name} ({value}) must be positive")
+        for name in ("matmul_efficiency", "attention_efficiency", "memory_efficiency", "link_efficiency"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ValueError(
+                    f"hardware.machine.{name} ({getattr(self, name)}) is a share: above 0, at most 1"
+                )
+
+    def flops(self, precision: Literal["fp32", "bf16"]) -> float:
+        return self.bf16_flops if precision == "bf16" else self.fp32_flops
+
+
+@config
 class Hardware:
     """Where a process computes."""
 
@@ -36,6 +76,10 @@ class Hardware:
         None,
         on_resume="free",
         help="peak FLOP/s of one device, for MFU; null: from the table of known devices",
+    )
+
+    machine: Machine | None = setting(
+        None, on_resume="free", help="the figures of a known kind of GPU, for `plan` and MFU; null: unknown"
     )
 
     def __post_init__(self) -> None:
@@ -60,4 +104,6 @@ def known_peak(device_name: str, precision: Literal["fp32", "bf16"]) -> float | 
 
 def peak_flops(settings: Hardware, device_name: str, precision: Literal["fp32", "bf16"]) -> float | None:
     """Peak FLOP/s of one device: the setting, else the published value, else None (then there is no MFU)."""
-    return settings.peak_flops if settings.peak_flops is not None else known_peak(device_name, precision)
+    if settings.peak_flops is not None:
+        return settings.peak_flops
+    return settings.machine.flops(precision) if settings.machine else known_peak(device_name, precision)
