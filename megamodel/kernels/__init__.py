@@ -1,1 +1,1 @@
-"""Operations that are worth a kernel: each a definition in plain torch, kernels, and a proof that they agree."""
+"""Operations worth a kernel: each a definition in plain torch, kernels, and a proof that they agree."""

@@ -138,7 +138,7 @@ def _backward(
 
 
 @dataclass(frozen=True)
-class _Form:
+class Form:
     """Which norm, and how it is cut into tiles."""
 
     centres: bool
@@ -153,8 +153,8 @@ class _Form:
         return count(x) // groups, height, columns, warps(height * columns)
 
 
-def form(kind: str, eps: float, offset: float, rounds_first: bool) -> _Form:
-    return _Form(kind == "layernorm", eps, offset, rounds_first)
+def form(kind: str, eps: float, offset: float, rounds_first: bool) -> Form:
+    return Form(kind == "layernorm", eps, offset, rounds_first)
 
 
 def groups_of(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> int:
@@ -167,7 +167,7 @@ def groups_of(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> int:
 
 
 def run_forward(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, settings: _Form
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, settings: Form
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(x + residual or x, y, mean, 1 / root) of all rows; the mean is empty where none is taken."""
     groups = groups_of(x, weight, bias)
@@ -197,7 +197,7 @@ def run_backward(
     saved: tuple[Tensor, Tensor | None, Tensor | None, Tensor, Tensor],
     dy: Tensor,
     dtotal: Tensor | None,
-    settings: _Form,
+    settings: Form,
     needed: tuple[bool, bool],
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Gradients of x, weight and bias; the last two where they are needed."""
@@ -241,7 +241,7 @@ def summed(partials: Tensor, vector: Tensor | None, wanted: bool) -> Tensor | No
 
 class _Norm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor | None, bias: Tensor | None, settings: _Form) -> Tensor:
+    def forward(ctx, x: Tensor, weight: Tensor | None, bias: Tensor | None, settings: Form) -> Tensor:
         _, y, mean, scale = run_forward(x, None, weight, bias, settings)
         ctx.save_for_backward(x, weight, bias, mean, scale)
         ctx.settings = settings
@@ -257,7 +257,7 @@ class _Norm(torch.autograd.Function):
 class _AddNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, settings: _Form
+        ctx, x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, settings: Form
     ) -> tuple[Tensor, Tensor]:
         total, y, mean, scale = run_forward(x, residual, weight, bias, settings)
         ctx.save_for_backward(total, weight, bias, mean, scale)

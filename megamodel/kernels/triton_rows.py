@@ -69,8 +69,8 @@ def block(width: int) -> int:
 
 
 def tile_rows(columns: int, elements: int) -> int:
-    """Rows of a tile of about so many elements."""
-    return max(1, elements // columns)
+    """Rows of a tile of at most so many elements, one at least: a power of two."""
+    return 1 << max(elements // columns, 1).bit_length() - 1
 
 
 def warps(elements: int) -> int:
