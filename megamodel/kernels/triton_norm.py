@@ -98,9 +98,6 @@ def _backward(
     """Program (p, group) takes every P-th tile of its group; dweight and dbias: (groups, P, width) fp32."""
     group, groups = tl.program_id(1), tl.num_programs(1)
     column = tl.arange(0, COLUMNS)[None, :]
-    if GAIN:
-        stored = tl.load(weight + group * width + column, mask=column < width, other=0.0)
-        gain = gain_of(stored, offset, ROUNDS_FIRST)
     gained = tl.zeros((ROWS, COLUMNS), tl.float32)
     shifted = tl.zeros((ROWS, COLUMNS), tl.float32)
     for tile in range(tl.program_id(0), tl.cdiv(number, ROWS), tl.num_programs(0)):
@@ -119,8 +116,9 @@ def _backward(
             gained += d * (hat.to(x.dtype.element_ty).to(tl.float32) if ROUNDS_FIRST else hat)
         if BIAS_GRADIENT:
             shifted += d
-        if GAIN:
-            d *= gain
+        if GAIN:  # read again with each tile, from the cache: registers are what a wide row lacks
+            stored = tl.load(weight + group * width + column, mask=column < width, other=0.0)
+            d *= gain_of(stored, offset, ROUNDS_FIRST)
         grad = d - hat * (tl.sum(d * hat, 1) / width)[:, None]
         if CENTRES:
             grad -= (tl.sum(d, 1) / width)[:, None]
