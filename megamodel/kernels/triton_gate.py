@@ -3,6 +3,9 @@
 Rows of F elements in tiles of ROWS x COLUMNS. Saved for the backward pass: the inputs, nothing else.
 """
 
+# pyright: reportIndexIssue=false
+# A decorator that may not be installed is unknown to the type checker: kernel[grid] looks wrong to it.
+
 import torch
 import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]

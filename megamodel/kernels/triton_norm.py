@@ -4,6 +4,9 @@ Rows of E elements; a tile of ROWS rows lies in registers as fp32. A gain of (h 
 row r of group g is row r h + g of x (..., h, E). Saved for the backward pass: x and a statistic or two a row.
 """
 
+# pyright: reportIndexIssue=false
+# A decorator that may not be installed is unknown to the type checker: kernel[grid] looks wrong to it.
+
 from dataclasses import dataclass
 
 import torch

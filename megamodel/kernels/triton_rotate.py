@@ -5,6 +5,9 @@ holds of ROWS rows the pairs (a, b), PAIRS of each, and the rest that is not tur
 the turn back, so the rotation saves nothing but its cos and sin.
 """
 
+# pyright: reportIndexIssue=false
+# A decorator that may not be installed is unknown to the type checker: kernel[grid] looks wrong to it.
+
 from dataclasses import dataclass
 
 import torch
@@ -286,7 +289,8 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dy: Tensor):
-        return _turned(dy, *ctx.saved_tensors, ctx.interleaved, back=True), None, None, None
+        cos, sin = ctx.saved_tensors
+        return _turned(dy, cos, sin, ctx.interleaved, back=True), None, None, None
 
 
 class _NormRotate(torch.autograd.Function):
