@@ -13,7 +13,7 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
 from megamodel.data.batch import IGNORE
-from megamodel.kernels.triton_rows import count, rows, warps
+from megamodel.kernels.triton_rows import rows, warps
 
 _COLUMNS = 4096  # of a block at most
 
@@ -93,7 +93,6 @@ def entropy(logits: Tensor, targets: Tensor, *, start: int) -> tuple[Tensor, Ten
     if number:
         _row_vector(targets, number)
         read, _ = rows(logits)
-        count(logits)
         _statistics[(number,)](
             read, read.stride(0), targets, targets.stride(0), largest, total, picked, start, columns,
             IGNORED=IGNORE, **_sizes(columns),

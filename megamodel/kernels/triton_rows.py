@@ -74,9 +74,10 @@ def tile_rows(columns: int, elements: int) -> int:
 
 
 def warps(elements: int) -> int:
-    """Warps for a tile: 16 elements a thread until the program is as large as it may be."""
+    """Warps for a tile, a power of two: 16 elements a thread until the program is as large as it may be."""
     lanes = 64 if torch.version.hip else 32
-    return max(1, min(elements // (16 * lanes), _THREADS // lanes))
+    wanted = max(1, min(elements // (16 * lanes), _THREADS // lanes))
+    return 1 << wanted.bit_length() - 1
 
 
 def programs(x: Tensor, num_warps: int, tiles: int) -> int:

@@ -91,11 +91,30 @@ def call_everything() -> None:
         triton_entropy.entropy_gradient(logits, targets, *same, start=0, softcap=softcap)
 
 
+def call_with_ones() -> None:
+    """Arguments of 1 are compiled in as constants: one row, one column, one head, one token."""
+    options = {"kind": "layernorm", "eps": 1e-5, "offset": 0.0, "rounds_first": False}
+    for shape in ((1, 1, 1, 2), (1, 3, 1, 6)):
+        x, angle = torch.zeros(shape, requires_grad=True), torch.zeros(*shape[:2], 1)
+        weight = torch.ones(shape[-1], requires_grad=True)
+        there_and_back(triton_norm.add_norm(x, x, weight, weight, **options), x, weight)
+        there_and_back(triton_norm.norm(x[..., :1], weight[:1], None, **options), x, weight)
+        there_and_back(triton_rotate.rotate(x, angle, angle, interleaved=True), x)
+        turned = triton_rotate.norm_rotate(x, weight, weight, angle, angle, interleaved=False, **options)
+        there_and_back(turned, x, weight)
+        there_and_back(triton_gate.gate(x[..., :1], x[..., 1:2], activation="silu"), x)
+        there_and_back(triton_gate.activate(x[..., :1], activation="gelu"), x)
+    logits, targets, one = torch.zeros(1, 1), torch.zeros(1, dtype=torch.int64), torch.ones(1)
+    triton_entropy.entropy(logits, targets, start=1)
+    triton_entropy.entropy_gradient(logits, targets, one, one, one, start=1, softcap=1.0)
+
+
 def main() -> None:
     driver.set_active(Absent(TARGETS[sys.argv[1]]))
     found: dict[str, list[str]] = {}
     JITFunction.__getitem__ = compiling(found)
     call_everything()
+    call_with_ones()
     print(json.dumps(found))
 
 

@@ -139,6 +139,14 @@ def test_what_is_saved_for_the_backward_pass(name: str, floats: int) -> None:
     assert sum(saved) == floats
 
 
+def test_tiles_and_warps_are_powers_of_two() -> None:
+    """Which Triton asks for; 16 elements a thread, and never more than 1024 threads or 65536 elements."""
+    for elements, warps in ((1, 1), (511, 1), (1024, 2), (1536, 2), (2048, 4), (16384, 32), (65536, 32)):
+        assert triton_rows.warps(elements) == (warps if not torch.version.hip else max(1, warps // 2))
+    assert [triton_rows.tile_rows(c, 2048) for c in (1, 96, 160, 2048, 65536)] == [2048, 16, 8, 1, 1]
+    assert [triton_rows.block(w) for w in (1, 3, 4097, 65536)] == [1, 4, 8192, 65536]
+
+
 def test_rows_are_walked_where_they_lie() -> None:
     """A slice of a product and heads before tokens are not copied; what has no neighbours is."""
     product = draw(2, 3, 12, 20)
