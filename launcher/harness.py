@@ -25,7 +25,7 @@ class Harness:
         help="directory of a run, of one step, or of a model of transformers",
     )
     tokenizer: str | None = setting(None, on_resume="free", help="tokenizer file; null: the source's own")
-    tasks: list[str] = setting(factory=list, on_resume="free", help="names of tasks: [hellaswag, arc_easy]")
+    tasks: list[str] = setting(on_resume="free", help="names of tasks: [hellaswag, arc_easy]")
     include: str | None = setting(None, on_resume="free", help="a folder of your own tasks, YAML files")
     shots: int | None = setting(None, on_resume="free", help="examples before each; null: the task's number")
     limit: int | None = setting(None, on_resume="free", help="only the first so many of each task; null: all")

@@ -4,6 +4,7 @@ B batch, S sequence length, H query heads, K key/value heads, E head width; h an
 """
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,8 +14,8 @@ from conf.typed import config, setting
 from megamodel.attend import Attend, Seen, Sparse, document_lengths
 from megamodel.cache import Cache
 from megamodel.dropout import KeyedDropout
-from megamodel.norm import Norm, ProjectionNorm, build_head_norm, build_norm
-from megamodel.position import Position
+from megamodel.norm import Norm, Normalise, ProjectionNorm, build_head_norm, build_norm
+from megamodel.position import Position, Rope
 from parallel.piece import Fill
 from parallel.tensor import ColumnLinear, Heads, RowLinear, TensorParallel, by_heads
 
@@ -187,6 +188,7 @@ class GroupedAttention(nn.Module):
         self.k_norm = build_qk_norm(settings.qk_norm, f"{place.name}.k_norm", keys, parallel)
         self.sinks = sink_logits(settings.sinks, place.name, settings.n_heads, parallel)
         self.position = place.position
+        self.norm_rotate: Callable[..., Tensor] | None = None  # both in one, where there is such a form
         self.attend = place.attend(settings, settings.n_heads, width)
 
     def forward(
@@ -201,6 +203,9 @@ class GroupedAttention(nn.Module):
         made = projected if self.qkv is None else self.qkv(self.parallel.enter(x))
         assert made is not None
         q, k, v = (y.unflatten(-1, (-1, self.head_width)) for y in made)  # (B, S, h, E), (B, S, k, E) twice
+        if self.norm_rotate is not None and cache is None:
+            q, k = self._normed_and_rotated(self.norm_rotate, q, k, positions)
+            return self.output(self._attended(q, k, v, positions, samples, None).flatten(2))
         q, k = self.q_norm(q), self.k_norm(k)
         if self.clip is not None:
             q, k, v = (y.clamp(-self.clip, self.clip) for y in (q, k, v))
@@ -210,6 +215,26 @@ class GroupedAttention(nn.Module):
             return self.output(self._attended(q, k, v, positions, samples, None).flatten(2))
         q, k, v, key_positions = remembered(self.position, cache, q, k, v, positions)
         return self.output(self._attended(q, k, v, positions, samples, key_positions).flatten(2))
+
+    @property
+    def can_norm_and_rotate(self) -> bool:
+        """Whether queries and keys are normed head by head and then turned, with nothing between."""
+        norms = isinstance(self.q_norm, Normalise) and isinstance(self.k_norm, Normalise)
+        return norms and isinstance(self.position, Rope) and self.clip is None
+
+    def _normed_and_rotated(
+        self, operation: Callable[..., Tensor], q: Tensor, k: Tensor, positions: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        position, norms = self.position, (self.q_norm, self.k_norm)
+        assert isinstance(position, Rope)
+        lengths = lengths_for(position, positions, documents=self.attend.documents)
+        cos, sin = position.angles(positions, lengths)
+        done = []
+        for x, norm in zip((q, k), norms, strict=True):
+            assert isinstance(norm, Normalise)
+            how = {**norm.how, "interleaved": position.interleaved}
+            done.append(operation(x, norm.weight, norm.bias, cos, sin, **how))
+        return done[0], done[1]
 
     def _attended(
         self,

@@ -20,7 +20,7 @@ from megamodel.feedforward import FeedForward
 from megamodel.kernels.compiler import compiled
 from megamodel.latent import LatentAttention
 from megamodel.moe import MixtureOfExperts
-from megamodel.norm import build_norm
+from megamodel.norm import Normalise, build_norm
 from megamodel.position import Position
 from parallel.tensor import ColumnLinear, TensorParallel
 
@@ -161,6 +161,9 @@ class Block(nn.Module):
             reads_normed=layout.shared,
         )
 
+        plain_sum = isinstance(self.attend.of_sum, nn.Identity)
+        self.joins = not self.is_parallel and plain_sum and isinstance(self.feed.before, Normalise)
+
     @property
     def attention(self) -> nn.Module:
         return self.attend.inner
@@ -176,6 +179,20 @@ class Block(nn.Module):
             self.feedforward.forward = torch.compiler.disable(self.feedforward.forward)  # type: ignore[method-assign]
         self.run = compiled(self._run)
 
+    def _joined(
+        self, x: Tensor, positions: Tensor, samples: Tensor, cache: Cache | None
+    ) -> tuple[Tensor, Tensor]:
+        """(the stream after the attention, what the feed-forward reads): the sum and its norm in one."""
+
+        def branch(x: Tensor) -> Tensor:
+            return self.attend.branch(self.attend.before(x), samples, positions, samples, cache)
+
+        recomputes = self.recompute == "attention" and self.training
+        attended = recomputed(branch, x) if recomputes else branch(x)
+        norm = self.feed.before
+        assert isinstance(norm, Normalise)
+        return norm.added(x, attended)
+
     def _attended(self, x: Tensor, positions: Tensor, samples: Tensor, cache: Cache | None) -> Tensor:
         inputs = (x, samples, positions, samples, cache)
         if self.recompute == "attention" and self.training:
@@ -183,6 +200,9 @@ class Block(nn.Module):
         return self.attend(*inputs)
 
     def _run(self, x: Tensor, positions: Tensor, samples: Tensor, cache: Cache | None = None) -> Tensor:
+        if self.joins:
+            x, normed = self._joined(x, positions, samples, cache)
+            return self.feed.of_sum(x + self.feed.branch(normed, samples))
         if not self.is_parallel:
             return self.feed(self._attended(x, positions, samples, cache), samples)
         normed = self.attend.before(x)

@@ -1,22 +1,33 @@
 """The one place that chooses in which form an operation is computed, and why."""
 
+import importlib
 import importlib.util
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from megamodel.attend import Attend
+from megamodel.attention import GroupedAttention
 from megamodel.block import Block
+from megamodel.feedforward import FeedForward
 from megamodel.kernels.compiler import problem as compiler_problem
 from megamodel.kernels.config import Kernels
 from megamodel.kernels.head import Chunked
 from megamodel.kernels.products import widened
 from megamodel.moe import Experts
+from megamodel.norm import Normalise
+from megamodel.position import Rope
 from parallel.tensor import ColumnLinear, InnerLinear, RowLinear
 
 Precision = Literal["fp32", "bf16"]
+POINTWISE = {
+    "norm": "RMSNorm and LayerNorm, with the sum before them",
+    "rotate": "rotation of queries and keys, with QK-norm before it",
+    "gate": "activations and gates",
+}
 LINEAR = (ColumnLinear, InnerLinear, RowLinear, Experts)
 
 
@@ -62,12 +73,15 @@ def this_machine(device: torch.device) -> Machine:
 
 def choose(settings: Kernels, machine: Machine, precision: Precision) -> dict[str, Choice]:
     """The form of each operation by its name. ValueError where a forced one is impossible here."""
+    compiles = settings.compile == "block"
     found = (
         _products(machine, precision),
-        _head(machine),
+        _head(),
+        _kernel("entropy", "loss and gradient of a chunk of logits", machine, False),
+        *(_kernel(name, what, machine, compiles) for name, what in POINTWISE.items()),
         _attention(machine),
         _experts(machine, precision),
-        _compile(settings, machine),
+        _compile(machine),
     )
     return {c.operation: _forced(c, getattr(settings, c.operation)) for c in found}
 
@@ -99,7 +113,23 @@ def _products(machine: Machine, precision: Precision) -> Choice:
     return Choice("products", "native", why, forms)
 
 
-def _head(machine: Machine) -> Choice:
+def _kernel(operation: str, what: str, machine: Machine, compiles: bool) -> Choice:
+    refused = None if machine.cuda else "our kernels are for a GPU"
+    if machine.cuda and not machine.triton:
+        refused = "triton is not installed; pip install 'megamodel[gpu]'"
+    forms = (
+        Form("plain", f"{what}: the definition, by torch"),
+        Form("triton", "one kernel forward and one backward, nothing kept but its inputs", refused),
+    )
+    if compiles:
+        why = "torch.compile makes one kernel of it and what stands around it"
+        return Choice(operation, "plain", why, forms)
+    if refused:
+        return Choice(operation, "plain", refused, forms)
+    return Choice(operation, "triton", "one pass over the memory instead of several", forms)
+
+
+def _head() -> Choice:
     forms = (
         Form("whole", "the definition: all logits, then the loss"),
         Form("chunked", "some tokens at a time; both gradients at once, no logits kept"),
@@ -137,7 +167,7 @@ def _experts(machine: Machine, precision: Precision) -> Choice:
     return Choice("experts", form, "one pass over the tokens instead of one for each expert", forms)
 
 
-def _compile(settings: Kernels, machine: Machine) -> Choice:
+def _compile(machine: Machine) -> Choice:
     forms = (
         Form("none", "operations one by one"),
         Form("block", "torch.compile of each block: what is pointwise in one pass", machine.compiler),
@@ -150,7 +180,8 @@ def chunked(choices: dict[str, Choice], settings: Kernels) -> Chunked | None:
     """How the head works with these choices; None: all logits at once."""
     if choices["head"].form == "whole":
         return None
-    return Chunked(settings.workspace_bytes, wide=choices["products"].form == "widened")
+    kernels = _triton("entropy") if choices["entropy"].form == "triton" else None
+    return Chunked(settings.workspace_bytes, choices["products"].form == "widened", kernels)
 
 
 def equip(module: nn.Module, choices: dict[str, Choice]) -> None:
@@ -164,3 +195,25 @@ def equip(module: nn.Module, choices: dict[str, Choice]) -> None:
             part.form = choices["experts"].form  # type: ignore[assignment]
         if isinstance(part, Block) and choices["compile"].form == "block":
             part.compile_block()
+        if isinstance(part, Normalise) and choices["norm"].form == "triton":
+            part.form = _triton("norm")
+        if choices["rotate"].form == "triton":
+            _equip_rotation(part)
+        if isinstance(part, (FeedForward, Experts)) and choices["gate"].form == "triton":
+            form = part.settings if isinstance(part, FeedForward) else part.shape
+            kernels, how = _triton("gate"), {"activation": form.activation}
+            part.activation = partial(kernels.activate, **how)
+            part.gate = partial(kernels.gate, **how, clamp=form.clamp, alpha=form.alpha)
+
+
+def _equip_rotation(part: nn.Module) -> None:
+    kernels = _triton("rotate")
+    if isinstance(part, Rope):
+        part.rotation = kernels.rotate
+    if isinstance(part, GroupedAttention) and part.can_norm_and_rotate:
+        part.norm_rotate = kernels.norm_rotate
+
+
+def _triton(operation: str) -> Any:
+    """The module with our kernels of an operation; it imports triton, which not every machine has."""
+    return importlib.import_module(f"megamodel.kernels.triton_{operation}")

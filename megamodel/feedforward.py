@@ -63,7 +63,7 @@ class FeedForward(nn.Module):
                 f"model.feedforward.d_ff ({settings.d_ff}) must be divisible by parallel.tp "
                 f"({parallel.group.size})"
             )
-        self.gated = settings.gated
+        self.settings, self.gated = settings, settings.gated
         self.gate = gating(settings.activation, clamp=settings.clamp, alpha=settings.alpha)
         self.activation = ACTIVATIONS[settings.activation]
         self.parallel = parallel

@@ -187,6 +187,7 @@ class Experts(nn.Module):
         self.form: Literal["loop", "sorted", "grouped"] = "sorted"
         self.count = n // group.size
         self.first = group.rank * self.count
+        self.shape = form
         self.gated, self.activation = form.gated, ACTIVATIONS[form.activation]
         self.gate = gating(form.activation, clamp=form.clamp, alpha=form.alpha)
         names = ("gate", "up") if form.gated else ("up",)

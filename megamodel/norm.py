@@ -1,7 +1,7 @@
 """Normalisation of the residual stream and of queries and keys. D width; statistics in fp32 whatever x is."""
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -46,6 +46,15 @@ class Norm:
         return self.kind == "rmsnorm" if self.rounding is None else self.rounding == "before_gain"
 
 
+class Normalising(Protocol):
+    """See megamodel.kernels.reference."""
+
+    @property
+    def norm(self) -> Callable[..., Tensor]: ...
+    @property
+    def add_norm(self) -> Callable[..., tuple[Tensor, Tensor]]: ...
+
+
 def _rms(x: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, x.shape[-1:], None, eps)
 
@@ -58,7 +67,10 @@ STANDARDISED: dict[str, Callable[[Tensor, float], Tensor]] = {"rmsnorm": _rms, "
 
 
 class Normalise(nn.Module):
-    """(offset + g) x_hat + b over the last dimension; g and b may be absent."""
+    """(offset + g) x_hat + b over the last dimension; g and b may be absent.
+
+    form: None for torch's own; or the operations of megamodel.kernels that compute the same.
+    """
 
     def __init__(self, settings: Norm, weight: nn.Parameter | None, bias: nn.Parameter | None) -> None:
         super().__init__()
@@ -67,12 +79,29 @@ class Normalise(nn.Module):
         self.standardise = STANDARDISED[settings.kind]
         whole = weight is not None and not settings.offset
         self.fused = settings.kind == "rmsnorm" and whole and bias is None
+        self.form: Normalising | None = None
+
+    @property
+    def how(self) -> dict[str, Any]:
+        """The settings as the operations take them."""
+        s = self.settings
+        return {"kind": s.kind, "eps": s.eps, "offset": s.offset, "rounds_first": s.rounds_first}
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.fused and x.dtype == torch.float32 and self.weight is not None:
-            return F.rms_norm(x, self.weight.shape, self.weight, self.settings.eps)
+        if self.form is not None:
+            return self.form.norm(x, self.weight, self.bias, **self.how)
+        weight = self.weight
+        if self.fused and x.dtype == torch.float32 and weight is not None and weight.shape == x.shape[-1:]:
+            return F.rms_norm(x, weight.shape, weight, self.settings.eps)
         y = self.standardise(x.float(), self.settings.eps)
         return scaled(self.settings, y, self.weight, self.bias, x.dtype)
+
+    def added(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """(x + residual, its norm)."""
+        if self.form is not None:
+            return self.form.add_norm(x, residual, self.weight, self.bias, **self.how)
+        total = x + residual
+        return total, self(total)
 
 
 def scaled(

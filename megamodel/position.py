@@ -4,6 +4,7 @@ B batch, S sequence length, H heads (h this rank's), E head width, R rotated wid
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from conf.typed import config, setting, union
+from megamodel.kernels import reference
 from megamodel.rope_scaling import VARYING, Scaling, Unscaled, frequencies, regime
 from parallel.piece import Fill, Piece, tag
 from parallel.tensor import Heads, TensorParallel, by_heads, replicated
@@ -108,6 +110,7 @@ class Rope(Position):
         self.rotated = rotated_width(settings, head_width)
         self.settings = settings
         self.interleaved = settings.pairs == "interleaved"
+        self.rotation: Callable[..., Tensor] = reference.rotate
         self.varies = isinstance(settings.scaling, VARYING)
         if not self.varies:
             self.frequencies, self.factor = frequencies(settings.scaling, settings.base, self.rotated)
@@ -134,15 +137,18 @@ class Rope(Position):
         return tables
 
     def turn(self, x: Tensor, positions: Tensor, lengths: Tensor | None = None) -> Tensor:
-        cos, sin = self._varying(positions, lengths) if self.varies else self._looked_up(positions)
-        return self._turn(x, cos.unsqueeze(2), sin.unsqueeze(2))  # (B, S, 1, R / 2)
+        return self.rotation(x, *self.angles(positions, lengths), interleaved=self.interleaved)
 
     def rotate(
         self, q: Tensor, k: Tensor, positions: Tensor, lengths: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        cos, sin = self._varying(positions, lengths) if self.varies else self._looked_up(positions)
-        cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)
-        return self._turn(q, cos, sin), self._turn(k, cos, sin)
+        cos, sin = self.angles(positions, lengths)
+        turned = (self.rotation(x, cos, sin, interleaved=self.interleaved) for x in (q, k))
+        return next(turned), next(turned)
+
+    def angles(self, positions: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
+        """cos and sin of every pair, (B, S, R / 2) each, in fp32."""
+        return self._varying(positions, lengths) if self.varies else self._looked_up(positions)
 
     def _looked_up(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         tables = self._tables
@@ -158,17 +164,6 @@ class Rope(Position):
         theta, factor = frequencies(self.settings.scaling, self.settings.base, self.rotated, lengths)
         angles = positions.double().unsqueeze(-1) * theta.double()
         return (angles.cos() * factor).float(), (angles.sin() * factor).float()
-
-    def _turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        turned, rest = x[..., : self.rotated].float(), x[..., self.rotated :]
-        if self.interleaved:
-            a, b = turned[..., 0::2], turned[..., 1::2]
-            out = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
-        else:
-            a, b = turned.chunk(2, dim=-1)
-            out = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
-        out = out.to(x.dtype)
-        return torch.cat((out, rest), dim=-1) if rest.shape[-1] else out
 
 
 def rotated_width(settings: "Rope.Config", head_width: int) -> int:

@@ -28,7 +28,13 @@ OWNERS = {  # a library and the one package that may touch it
     "fsspec": "checkpoints",
     "tensorboard": "launcher",
 }
-OPTIONAL = {"triton", "liger_kernel", "sentencepiece", "transformers"}  # extras, imported behind a guard
+OPTIONAL = {
+    "triton",
+    "liger_kernel",
+    "sentencepiece",
+    "transformers",
+    "lm_eval",
+}  # extras, imported behind a guard
 DISTRIBUTIONS = {"hydra": "hydra-core", "PIL": "pillow"}
 PICKLES = {"pickle", "cPickle", "_pickle", "dill", "joblib", "cloudpickle", "shelve", "marshal"}
 PICKLING_CALLS = {"torch.load", "torch.save", "torch.jit.load", "pandas.read_pickle", "torch.hub.load"}

@@ -22,6 +22,18 @@ class Kernels:
     workspace_bytes: int = setting(
         128 << 20, on_resume="free", help="memory for the logits that a chunked head holds at once"
     )
+    entropy: Literal["auto", "plain", "triton"] = setting(
+        "auto", on_resume="free", help="loss and gradient of a chunk of logits: in torch, or our kernels"
+    )
+    norm: Literal["auto", "plain", "triton"] = setting(
+        "auto", on_resume="free", help="norms, with the sum before them: in torch, or our kernels"
+    )
+    rotate: Literal["auto", "plain", "triton"] = setting(
+        "auto", on_resume="free", help="rotation, with QK-norm before it: in torch, or our kernels"
+    )
+    gate: Literal["auto", "plain", "triton"] = setting(
+        "auto", on_resume="free", help="activations and gates: in torch, or our kernels"
+    )
     attention: Literal["auto", "whole", "sdpa", "blocked", "flex"] = setting(
         "auto",
         on_resume="free",

@@ -3,7 +3,9 @@
 N tokens, D width, V true vocabulary, v this rank's true rows of it (the weight may have more, for padding).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -51,13 +53,23 @@ class Projection:
         return logits
 
 
+class Entropy(Protocol):
+    """The two operations on a chunk of logits: see megamodel.kernels.reference."""
+
+    @property
+    def entropy(self) -> Callable[..., tuple[Tensor, Tensor, Tensor]]: ...
+    @property
+    def entropy_gradient(self) -> Callable[..., Any]: ...
+
+
 @dataclass(frozen=True)
 class Chunked:
     """How the fused head works. workspace_bytes: of the logits that are held at once; wide: 16-bit operands
-    are multiplied in fp32."""
+    are multiplied in fp32; operations: None for those of this file."""
 
     workspace_bytes: int = 128 << 20
     wide: bool = False
+    operations: Entropy | None = None
 
 
 class _Fused(torch.autograd.Function):
@@ -118,7 +130,7 @@ class _Work:
         how: Chunked,
         gradients: tuple[bool, bool, bool],
     ) -> None:
-        self.head, self.x, self.dtype = head, x, x.dtype
+        self.head, self.how, self.x = head, how, x
         self.compute = torch.float32 if how.wide else x.dtype
         self.weight = weight[: head.count].to(self.compute)
         self.bias = None if bias is None else bias[: head.count].to(self.compute)
@@ -140,14 +152,15 @@ class _Work:
         x = self.x[part].to(self.compute)
         logits = self._logits(x)
         if self.of_x is None and self.whole is None and self.of_bias is None:
-            largest, total, target = statistics(logits, targets, self.head.start)
+            measure = statistics if self.how.operations is None else self.how.operations.entropy
+            largest, total, target = measure(logits, targets, start=self.head.start)
             log_z, largest, target = reduced(largest, total, target, self.head.group)
             return torch.stack((log_z - target, log_z, largest))
         factor = coefficient * self.head.scale
-        if self.head.group.size == 1 and not logits.is_cuda:
+        if self.head.group.size == 1 and not logits.is_cuda and self.how.operations is None:
             found = one_pass(logits, targets, factor, z_weight, self.head.softcap)
         else:
-            found = two_passes(logits, targets, factor, z_weight, self.head)
+            found = two_passes(logits, targets, factor, z_weight, self.head, self.how.operations)
         self._add(part, x, logits)
         return found
 
@@ -193,7 +206,7 @@ def local_targets(targets: Tensor, start: int, columns: int) -> tuple[Tensor, Te
     )
 
 
-def statistics(logits: Tensor, targets: Tensor, start: int) -> tuple[Tensor, Tensor, Tensor]:
+def statistics(logits: Tensor, targets: Tensor, *, start: int) -> tuple[Tensor, Tensor, Tensor]:
     """(largest logit, sum of exp(logit - largest), the target's logit or 0) of these columns, (n) in fp32."""
     rows, columns = logits.shape
     largest = logits.new_full((rows,), -torch.inf, dtype=torch.float32)
@@ -257,12 +270,21 @@ def one_pass(
 
 
 def two_passes(
-    logits: Tensor, targets: Tensor, factor: Tensor, z_weight: float, head: VocabularyRows
+    logits: Tensor,
+    targets: Tensor,
+    factor: Tensor,
+    z_weight: float,
+    head: VocabularyRows,
+    operations: Entropy | None,
 ) -> Tensor:
     """The same over several ranks or on a GPU: log Z of the whole vocabulary first, then the gradient."""
-    largest, total, target = statistics(logits, targets, head.start)
+    measure = statistics if operations is None else operations.entropy
+    differentiate = gradient_ if operations is None else operations.entropy_gradient
+    largest, total, target = measure(logits, targets, start=head.start)
     log_z, largest, target = reduced(largest, total, target, head.group)
-    gradient_(logits, targets, log_z, factor, z_weight, head.start, head.softcap)
+    of_loss = factor.expand(log_z.shape)
+    of_log_z = 2 * z_weight * factor * log_z
+    differentiate(logits, targets, log_z, of_loss, of_log_z, start=head.start, softcap=head.softcap)
     return torch.stack((log_z - target, log_z, largest))
 
 
@@ -270,25 +292,27 @@ def gradient_(
     logits: Tensor,
     targets: Tensor,
     log_z: Tensor,
-    factor: Tensor,
-    z_weight: float,
+    of_loss: Tensor,
+    of_log_z: Tensor,
+    *,
     start: int,
     softcap: float | None,
 ) -> None:
-    """Logits become factor d/dlogits of the loss of their row, in place; 0 where the target is IGNORE."""
+    """Logits become the gradient that reference.entropy_gradient defines, in place."""
     columns = logits.shape[1]
     if not columns:
         return
     index, ours = local_targets(targets, start, columns)
-    valid = (targets != IGNORE).unsqueeze(1)
+    ignored = (targets == IGNORE).unsqueeze(1)
+    both, hit = (of_loss + of_log_z).unsqueeze(1), torch.where(ours, -of_loss, 0.0).unsqueeze(1)
     for part in row_blocks(logits):
         wide = logits[part].float()
         slope = None if softcap is None else 1 - (wide / softcap).square()
-        grad = wide.sub(log_z[part, None]).exp_().mul_(factor * (1 + 2 * z_weight * log_z[part, None]))
-        grad.scatter_add_(1, index[part], torch.where(ours[part, None], -factor, 0.0))
+        grad = wide.sub(log_z[part, None]).exp_().mul_(both[part])
+        grad.scatter_add_(1, index[part], hit[part])
         if slope is not None:
             grad.mul_(slope)
-        logits[part] = grad.masked_fill_(~valid[part], 0.0)
+        logits[part] = grad.masked_fill_(ignored[part], 0.0)
 
 
 def linear_cross_entropy(

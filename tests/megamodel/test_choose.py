@@ -1,0 +1,126 @@
+"""Which form is chosen where, what is refused, and that a model equipped with a form computes the same."""
+
+import os
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from conf.typed import parse
+from launcher.__main__ import main
+from megamodel.choose import Machine, choose, chunked, equip, this_machine
+from megamodel.config import Model
+from megamodel.kernels.config import Kernels
+from megamodel.kernels.head import linear_cross_entropy
+from megamodel.model import Transformer
+
+CPU = Machine(cuda=False, matrix_units=False, triton=False, compiler=None)
+GPU = Machine(cuda=True, matrix_units=False, triton=True, compiler=None)
+AMX = replace(CPU, matrix_units=True)
+
+
+@pytest.mark.parametrize(
+    ("machine", "precision", "settings", "expected"),
+    [
+        (
+            CPU,
+            "fp32",
+            {},
+            {"products": "native", "attention": "blocked", "experts": "sorted", "norm": "plain"},
+        ),
+        (CPU, "bf16", {}, {"products": "widened", "head": "chunked", "entropy": "plain"}),
+        (AMX, "bf16", {}, {"products": "native"}),
+        (
+            GPU,
+            "bf16",
+            {},
+            {"products": "native", "attention": "flex", "experts": "grouped", "norm": "triton"},
+        ),
+        (GPU, "fp32", {}, {"experts": "sorted", "rotate": "triton"}),
+        (GPU, "bf16", {"compile": "block"}, {"norm": "plain", "gate": "plain", "entropy": "triton"}),
+        (replace(GPU, triton=False), "bf16", {}, {"norm": "plain", "entropy": "plain"}),
+        (AMX, "bf16", {"products": "widened"}, {"products": "widened"}),
+        (CPU, "fp32", {"compile": "block"}, {"compile": "block"}),
+    ],
+)
+def test_what_is_chosen(machine: Machine, precision: Any, settings: Any, expected: dict[str, str]) -> None:
+    found = choose(parse(Kernels, settings), machine, precision)
+    assert {name: found[name].form for name in expected} == expected
+    assert all(choice.why for choice in found.values())
+
+
+@pytest.mark.parametrize(
+    ("machine", "settings", "message"),
+    [
+        (CPU, {"attention": "flex"}, "attention=flex is not possible here: torch has no backward"),
+        (CPU, {"norm": "triton"}, "norm=triton is not possible here: our kernels are for a GPU"),
+        (replace(GPU, triton=False), {"gate": "triton"}, "pip install 'megamodel"),
+        (CPU, {"experts": "grouped"}, "grouped products need bf16 on a GPU; use auto or loop, sorted"),
+        (replace(CPU, compiler="no compiler"), {"compile": "block"}, "compile=block .*: no compiler; use"),
+        (CPU, {"products": "widened"}, "the numbers are fp32 already"),
+    ],
+)
+def test_what_is_impossible_is_refused(machine: Machine, settings: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        choose(parse(Kernels, settings), machine, "fp32")
+
+
+def test_the_command_tells_every_form(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["kernels", "hardware.device=cpu", "precision=bf16"]) == 0
+    told = capsys.readouterr().out
+    for choice in choose(Kernels(), this_machine(torch.device("cpu")), "bf16").values():
+        assert f"* {choice.form}" in told
+        assert all(form.name in told for form in choice.forms)
+    assert main(["kernels", "hardware.device=cpu", "kernels.attention=flex"]) == 2
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    "consensus": {},
+    "QK-norm, biases": {
+        "norm": {"kind": "layernorm"},
+        "attention": {"n_heads": 4, "n_kv_heads": 2, "head_width": 8, "qk_norm": {"scope": "head"}},
+        "position": {"kind": "rope", "pairs": "interleaved", "fraction": 0.5},
+    },
+    "double, gelu": {"layout": "double", "feedforward": {"d_ff": 48, "activation": "gelu_tanh"}},
+    "parallel, plain": {"layout": "parallel_shared", "feedforward": {"d_ff": 48, "gated": False}},
+    "experts": {
+        "experts": {"kind": "routed", "n_experts": 4, "top_k": 2, "d_ff": 24},
+        "logits": {"softcap": 5.0},
+    },
+}
+
+
+def objective_and_gradients(model: dict[str, Any], choices: Any, forms: Kernels) -> list[torch.Tensor]:
+    usual = {
+        "vocab_size": 97,
+        "d_model": 32,
+        "n_layers": 2,
+        "attention": {"n_heads": 4, "n_kv_heads": 2, "head_width": 8},
+        "feedforward": {"d_ff": 48},
+    }
+    module = Transformer(parse(Model, usual | model), equip=lambda part: equip(part, choices))
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(97, (2, 12), generator=generator)
+    targets = torch.randint(97, (2, 12), generator=generator)
+    objective, *_ = linear_cross_entropy(
+        module.project(tokens), targets, torch.tensor(0.5), z_weight=1e-3, how=chunked(choices, forms)
+    )
+    objective.backward()
+    return [objective.detach(), *(p.grad for p in module.parameters() if p.grad is not None)]
+
+
+@pytest.mark.skipif(
+    not (os.environ.get("TRITON_INTERPRET") == "1" and this_machine(torch.device("cpu")).triton),
+    reason="needs triton under its interpreter: TRITON_INTERPRET=1",
+)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_with_our_kernels_is_the_same(name: str) -> None:
+    plain, forms = choose(Kernels(), CPU, "fp32"), Kernels()
+    ours = choose(Kernels(attention="blocked"), GPU, "fp32")
+    assert {ours[n].form for n in ("norm", "rotate", "gate", "entropy")} == {"triton"}
+    expected = objective_and_gradients(MODELS[name], plain, forms)
+    found = objective_and_gradients(MODELS[name], ours, forms)
+    assert len(found) == len(expected)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5 * float(b.abs().max()))
