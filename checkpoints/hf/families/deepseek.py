@@ -14,8 +14,9 @@ from checkpoints.hf.families.names import (
     shared,
     table,
 )
-from checkpoints.hf.family import Family, RopeForm
+from checkpoints.hf.family import Family
 from checkpoints.hf.fields import Fields, put
+from checkpoints.hf.rope import RopeForm
 from megamodel.config import Model
 from megamodel.latent import LatentAttention
 from megamodel.position import Rope
@@ -129,6 +130,7 @@ DEEPSEEK_USUAL = {
 DEEPSEEK_V2 = Family(
     model_type="deepseek_v2",
     architecture="DeepseekV2ForCausalLM",
+    aliases={"num_experts": "n_routed_experts"},
     fields=DEEPSEEK,
     defaults={**DEEPSEEK_USUAL, "n_shared_experts": 2, "routed_scaling_factor": 1.0},
     constants={**ROUTED, "attention.kind": "latent", "experts.renormalise": False},
@@ -143,6 +145,7 @@ DEEPSEEK_V2 = Family(
 DEEPSEEK_V3 = Family(
     model_type="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
+    aliases={"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
     fields={
         **DEEPSEEK,
         "n_group": "experts.groups",
@@ -172,7 +175,7 @@ DEEPSEEK_V3 = Family(
         "scoring_func": ("sigmoid",),
         "topk_method": ("noaux_tc",),
     },
-    silent=("num_nextn_predict_layers", "num_mtp_layers"),  # a head for training that transformers leaves out
+    silent=("num_nextn_predict_layers",),  # a head for training that transformers leaves out
     tensors=_deepseek_tensors,
     kv_heads=None,
     head_dim=False,
