@@ -1,5 +1,6 @@
 """A model and its tokenizer from wherever they lie: a run, a step of one, or a directory of transformers."""
 
+import hashlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -44,7 +45,7 @@ class Opened:
 
 @dataclass(frozen=True)
 class Weights:
-    """A model alone. tree: the configuration of a run; tokenizer_file: of what was imported, if it has one.
+    """A model alone. tree: the configuration of a run; tokenizer_file: that came with an import, if one did.
 
     beside: what stood beside it where it was imported from.
     """
@@ -125,12 +126,14 @@ def open_weights(
     path = step_directory(path)
     content, _ = manifest.read(LocalFiles(), path)
     tree = parse(Config, content.configuration)
-    context, file, beside = tree.train.sequence_length, None, beside_of(path)
+    context, beside = tree.train.sequence_length, beside_of(path)
+    file = Path(tree.tokenizer.path).expanduser() if tree.tokenizer.path else None
     if content.extra.get(IMPORTED):
-        own = Path(tree.tokenizer.path) if tree.tokenizer.path else None
-        file = tokenizer_file(path.parent.parent / TOKENIZERS) or (own if own and own.is_file() else None)
+        file = tokenizer_file(path.parent.parent / TOKENIZERS) or (file if file and file.is_file() else None)
         _check_tokenizer(path, file, needed=tokenizer_needed)
         context = beside.context if beside else None
+    elif file is None or beside is None or not _is_same(file, content.tokenizer):
+        file = None  # the copy beside the tokenised data is the one that it was trained with
     model = Transformer(tree.model, initial=False, parallel=parallel)
     load_weights(path, model)
     return Weights(model, path, context, file, None if content.extra.get(IMPORTED) else tree, beside)
@@ -143,6 +146,8 @@ def tokenizer_of(weights: Weights, given: Path | None = None) -> tuple[Tokenizer
         prepared = prepare_data(weights.tree.data, weights.tree.tokenizer)
         return prepared.tokenizer, prepared.tokenizer_path
     assert file is not None, "looked for before the weights were read"
+    if weights.tree is not None and given is None:
+        return load(file, weights.tree.tokenizer), file
     return load(file, parse(TokenizerConfig, {"path": str(file)})), file
 
 
@@ -158,6 +163,10 @@ def step_directory(path: Path) -> Path:
             "of a step of one, or one with a config.json"
         )
     return found
+
+
+def _is_same(file: Path, digest: str) -> bool:
+    return file.is_file() and hashlib.sha256(file.read_bytes()).hexdigest() == digest
 
 
 def _check_tokenizer(path: Path, file: Path | None, *, needed: bool) -> None:

@@ -62,11 +62,12 @@ def export_hf(
         raise ValueError(f"{directory} holds a model already; give another directory")
     directory.mkdir(parents=True, exist_ok=True)
     # Said even where there is none: the defaults of some classes are ids beyond a smaller vocabulary.
-    tokens = {**beside.tokens, **(special_tokens or {})}
+    asked = special_tokens or {}
+    tokens = {**beside.tokens, **asked}
     stored = str(dtype or _usual_dtype(model)).removeprefix("torch.")
     write_json(directory / CONFIG, {**config, **tokens, "dtype": stored})
-    said = {key: value for key, value in tokens.items() if value is not None}
-    write_json(directory / GENERATION, {**said, **beside.generation})
+    said = {**tokens, **beside.generation, **asked}
+    write_json(directory / GENERATION, {key: value for key, value in said.items() if value is not None})
     _write_tensors(directory, model, chosen, dtype=dtype, shard_bytes=shard_bytes)
     if tokenizer is not None:
         copy_tokenizer(Path(tokenizer), directory)
