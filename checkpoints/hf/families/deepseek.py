@@ -25,7 +25,11 @@ from megamodel.rope_scaling import magnitude
 
 def _deepseek(fields: Fields, raw: dict[str, Any]) -> None:
     """What both versions share: latent attention, dense layers first, shared experts, the YaRN scale."""
-    fields.taken.update(("num_key_value_heads", "head_dim", "qk_head_dim"))
+    attention = raw["attention"]
+    turned, plain = attention["rope_width"], attention["nope_width"]
+    fields.agree("num_key_value_heads", attention["n_heads"], "num_attention_heads")
+    fields.agree("head_dim", turned, "qk_rope_head_dim")
+    fields.agree("qk_head_dim", plain + turned, "qk_nope_head_dim + qk_rope_head_dim")
     first = fields.take("first_k_dense_replace")
     put(raw, "experts.dense_layers", list(range(min(first, raw["n_layers"]))))
     shared_experts = fields.take("n_shared_experts", None) or 0

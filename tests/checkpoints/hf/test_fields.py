@@ -184,6 +184,8 @@ LIES = [  # family, fields beside the sizes, what the error names
     ("nemotron", {"kv_channels": 21}, "kv_channels = 21"),
     ("phi3", {"lm_head_bias": True}, "lm_head_bias = True"),
     ("phi3", {"rope_scaling": LINEAR, "max_position_embeddings": 64}, "'linear' is not supported for phi3"),
+    ("deepseek_v3", {"head_dim": 5}, "head_dim = 5"),
+    ("deepseek_v2", {"num_key_value_heads": 2}, "num_key_value_heads = 2"),
     ("phi", {"partial_rotary_factor": None}, "partial_rotary_factor of the default"),
     ("opt", {"word_embed_proj_dim": 24}, r"word_embed_proj_dim = 24 .*OPT-350M"),
     ("opt", {"_remove_final_layer_norm": True}, "_remove_final_layer_norm"),
@@ -228,6 +230,8 @@ def sizes(family: str) -> dict[str, Any]:
     raw: dict[str, Any] = {"model_type": family}
     if family == "deepseek_v2":  # its class has null there
         raw["num_experts_per_tok"] = 4
+    if family == "deepseek_v3":  # and this one 128, which only as many heads can use
+        raw["num_key_value_heads"] = 64
     while True:
         try:
             FAMILIES[family].model(raw)
