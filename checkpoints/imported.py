@@ -49,8 +49,13 @@ class _Untrained:
         raise AssertionError("nothing is loaded into it")
 
 
-def save_imported(module: nn.Module, directory: Path, configuration: dict[str, Any]) -> Path:
-    """Write directory/checkpoints/step-00000000 with the weights of a model in one process; its path."""
+def save_imported(
+    module: nn.Module, directory: Path, configuration: dict[str, Any], extra: dict[str, Any]
+) -> Path:
+    """Write directory/checkpoints/step-00000000 with the weights of a model in one process; its path.
+
+    extra: what else is known of it, plain JSON that is kept beside the mark IMPORTED.
+    """
     settings = parse(Checkpoint, {"background": False})
     manager = Manager(directory, settings, single_mesh(), About(configuration=configuration))
-    return manager.save(_Untrained(module), Cursor(), {IMPORTED: True})
+    return manager.save(_Untrained(module), Cursor(), {IMPORTED: True, **extra})

@@ -2,18 +2,19 @@
 
 import json
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from checkpoints.hf import export_hf, import_hf
+from checkpoints.hf.beside import EXTRA, KEPT, copy_tokenizer, tokenizer_file, write_json
 from checkpoints.imported import save_imported
 from conf.saved import to_yaml
 from conf.schema import plain
 from conf.typed import config, setting
 from launcher.config import FORMAT_HELP, Format
 from launcher.failure import DONE
-from launcher.opening import open_model
+from launcher.opening import TOKENIZERS, open_weights, tokenizer_of
 from launcher.rundirectory import write_atomic
 from megamodel.accounting import parameter_count
 
@@ -55,17 +56,31 @@ def import_model(config: Import) -> int:
     target = Path(config.target).expanduser()
     if target.exists() and any(target.iterdir()):
         raise ValueError(f"target={target} is not empty; give another directory")
-    model = import_hf(config.source, torch.float32)
-    values = {"model": plain(model.settings)}
-    path = save_imported(model, target, values)
-    file = Path(config.source).expanduser() / "tokenizer.json"
-    if file.exists():
-        values["tokenizer"] = {"path": str(file.absolute())}
+    source = Path(config.source).expanduser()
+    model = import_hf(source, torch.float32)
+    values: dict[str, Any] = {"model": plain(model.settings)}
+    context = model.beside.context or model.settings.longest
+    if context is not None:
+        values["train"] = {"sequence_length": context}
+    tokenizer = tokenizer_file(source)
+    if tokenizer is not None:
+        copies = target / TOKENIZERS
+        copy_tokenizer(source, copies)
+        write_json(copies / KEPT, model.beside.plain())
+        values["tokenizer"] = {"path": str((copies / tokenizer.name).absolute())}
+    path = save_imported(model, target, values, {EXTRA: model.beside.plain()})
     write_atomic(target / "config.yaml", to_yaml(values))
     count = parameter_count(model.settings)
     facts = {"checkpoint": str(path), "config": str(target / "config.yaml"), "parameters": count}
+    given = "" if tokenizer else " tokenizer=file tokenizer.path=FILE"
     go_on = f"python -m launcher train config={target / 'config.yaml'} resume={path} run.name=NAME data=..."
-    print(json.dumps(facts) if config.format == "json" else f"{count:,} parameters in {path}\ngo on: {go_on}")
+    if config.format == "json":
+        print(json.dumps(facts))
+        return DONE
+    print(f"{count:,} parameters in {path}")
+    if tokenizer is None:
+        print(f"{source} has no tokenizer: whatever reads text needs tokenizer=FILE")
+    print(f"go on: {go_on}{given}")
     return DONE
 
 
@@ -73,17 +88,38 @@ def export_model(config: Export) -> int:
     """The command export-hf."""
     if not config.target:
         raise ValueError("export-hf needs target=DIRECTORY for the model")
-    opened = open_model(config.source, device=torch.device("cpu"))
-    tokenizer = opened.tokenizer
+    opened = open_weights(config.source)
+    tokenizer = Path(config.tokenizer).expanduser() if config.tokenizer else opened.tokenizer_file
+    if tokenizer is not None and not tokenizer.exists():
+        raise ValueError(f"tokenizer={tokenizer} does not exist; give a file or a directory with one")
+    special = None
+    if opened.tree is not None and opened.beside is None:
+        own, file = tokenizer_of(opened)
+        special, tokenizer = {"eos_token_id": own.eos_id, "bos_token_id": own.bos_id}, tokenizer or file
+    elif opened.tree is not None:
+        tokenizer = tokenizer or tokenizer_of(opened)[1]
     family = export_hf(
-        opened.model,
+        opened.model.eval(),
         config.target,
         family=config.family,
         dtype=DTYPES[config.dtype],
         context=config.context or opened.context,
-        tokenizer=config.tokenizer or opened.tokenizer_file,
-        special_tokens={"eos_token_id": tokenizer.eos_id, "bos_token_id": tokenizer.bos_id},
+        tokenizer=tokenizer,
+        special_tokens=special,
+        beside=opened.beside,
     )
-    facts = {"directory": config.target, "family": family, "source": str(opened.where)}
-    print(json.dumps(facts) if config.format == "json" else f"{opened.where} as {family} in {config.target}")
+    facts = {
+        "directory": config.target,
+        "family": family,
+        "source": str(opened.where),
+        "tokenizer": str(tokenizer) if tokenizer else None,
+    }
+    if config.format == "json":
+        print(json.dumps(facts))
+        return DONE
+    print(f"{opened.where} as {family} in {config.target}")
+    if tokenizer is None:
+        print(
+            f"{config.target} has no tokenizer, as {opened.where} has none; tokenizer=FILE puts one beside it"
+        )
     return DONE

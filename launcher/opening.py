@@ -1,5 +1,6 @@
 """A model and its tokenizer from wherever they lie: a run, a step of one, or a directory of transformers."""
 
+import hashlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,8 @@ from checkpoints import manifest, store
 from checkpoints.config import Checkpoint
 from checkpoints.files import LocalFiles
 from checkpoints.hf import import_hf
+from checkpoints.hf.beside import Beside, beside_of, tokenizer_file
+from checkpoints.imported import IMPORTED
 from checkpoints.manager import where
 from checkpoints.weights import load_weights
 from conf.typed import parse
@@ -38,6 +41,24 @@ class Opened:
     tokenizer_file: Path | None
     where: Path
     context: int | None
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A model alone. tree: the configuration of a run; tokenizer_file: that came with an import, if one did.
+
+    beside: what stood beside it where it was imported from.
+    """
+
+    model: Transformer
+    where: Path
+    context: int | None
+    tokenizer_file: Path | None = None
+    tree: Config | None = None
+    beside: Beside | None = None
+
+
+TOKENIZERS = "tokenizer"  # in the target of import-hf, the copy of the source's tokenizer
 
 
 @contextmanager
@@ -77,8 +98,20 @@ def open_model(
     parallel: this rank's share of the model alone. tokenizer: a tokenizer.json or .model instead of the
     source's own. ValueError says what is missing.
     """
+    given = Path(tokenizer).expanduser() if tokenizer else None
+    weights = open_weights(source, parallel=parallel, tokenizer_needed=given is None)
+    found, file = tokenizer_of(weights, given)
+    return Opened(weights.model.eval().to(device), found, file, weights.where, weights.context)
+
+
+def open_weights(
+    source: str, *, parallel: TensorParallel | None = None, tokenizer_needed: bool = False
+) -> Weights:
+    """The model of a source without its tokenizer.
+
+    tokenizer_needed: ValueError, before anything is read, when the source has none.
+    """
     path = Path(source).expanduser()
-    file = Path(tokenizer).expanduser() if tokenizer else None
     parallel = parallel or TensorParallel()
     if (path / "config.json").exists():
         if parallel.group.size > 1:
@@ -86,20 +119,36 @@ def open_model(
                 f"{path} is a model of transformers, which {parallel.group.size} processes cannot share; "
                 "use one process, or import-hf it and give the checkpoint"
             )
-        model, context = import_hf(path), None
-        file = file or _tokenizer_file(path)
-    else:
-        path = step_directory(path)
-        content, _ = manifest.read(LocalFiles(), path)
-        tree = parse(Config, content.configuration)
-        model, context = Transformer(tree.model, initial=False, parallel=parallel), tree.train.sequence_length
-        load_weights(path, model)
-        if file is None:
-            prepared = prepare_data(tree.data, tree.tokenizer)
-            found, file = prepared.tokenizer, prepared.tokenizer_path
-            return Opened(model.eval().to(device), found, file, path, context)
-    setting = parse(TokenizerConfig, {"path": str(file)})
-    return Opened(model.eval().to(device), load(file, setting), file, path, context)
+        file = tokenizer_file(path)
+        _check_tokenizer(path, file, needed=tokenizer_needed)
+        model = import_hf(path)
+        return Weights(model, path, model.beside.context, file, beside=model.beside)
+    path = step_directory(path)
+    content, _ = manifest.read(LocalFiles(), path)
+    tree = parse(Config, content.configuration)
+    context, beside = tree.train.sequence_length, beside_of(path)
+    file = Path(tree.tokenizer.path).expanduser() if tree.tokenizer.path else None
+    if content.extra.get(IMPORTED):
+        file = tokenizer_file(path.parent.parent / TOKENIZERS) or (file if file and file.is_file() else None)
+        _check_tokenizer(path, file, needed=tokenizer_needed)
+        context = beside.context if beside else None
+    elif file is None or beside is None or not _is_same(file, content.tokenizer):
+        file = None  # the copy beside the tokenised data is the one that it was trained with
+    model = Transformer(tree.model, initial=False, parallel=parallel)
+    load_weights(path, model)
+    return Weights(model, path, context, file, None if content.extra.get(IMPORTED) else tree, beside)
+
+
+def tokenizer_of(weights: Weights, given: Path | None = None) -> tuple[Tokenizer, Path | None]:
+    """The tokenizer of what was opened, or another one that is given, and its file."""
+    file = given or weights.tokenizer_file
+    if file is None and weights.tree is not None:
+        prepared = prepare_data(weights.tree.data, weights.tree.tokenizer)
+        return prepared.tokenizer, prepared.tokenizer_path
+    assert file is not None, "looked for before the weights were read"
+    if weights.tree is not None and given is None:
+        return load(file, weights.tree.tokenizer), file
+    return load(file, parse(TokenizerConfig, {"path": str(file)})), file
 
 
 def step_directory(path: Path) -> Path:
@@ -116,8 +165,10 @@ def step_directory(path: Path) -> Path:
     return found
 
 
-def _tokenizer_file(directory: Path) -> Path:
-    for name in ("tokenizer.json", "tokenizer.model"):
-        if (directory / name).exists():
-            return directory / name
-    raise ValueError(f"{directory} has no tokenizer.json or tokenizer.model; give tokenizer=FILE")
+def _is_same(file: Path, digest: str) -> bool:
+    return file.is_file() and hashlib.sha256(file.read_bytes()).hexdigest() == digest
+
+
+def _check_tokenizer(path: Path, file: Path | None, *, needed: bool) -> None:
+    if needed and file is None:
+        raise ValueError(f"{path} has no tokenizer (tokenizer.json or tokenizer.model); give tokenizer=FILE")

@@ -1,8 +1,7 @@
 """Our model -> a directory that AutoModelForCausalLM loads."""
 
-import json
-import shutil
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +11,23 @@ from torch import Tensor
 
 from checkpoints import manifest
 from checkpoints.files import LocalFiles
+from checkpoints.hf.beside import (
+    CONFIG,
+    GENERATION,
+    IDS,
+    Beside,
+    beside_of,
+    copy_tokenizer,
+    write_json,
+)
 from checkpoints.hf.families import FAMILIES
 from checkpoints.hf.family import Family
-from checkpoints.hf.importing import INDEX, SINGLE_FILE, logical_tensors
+from checkpoints.hf.importing import INDEX, SINGLE_FILE, Imported, logical_tensors
 from checkpoints.hf.tensors import FORMS, rules, uses
 from checkpoints.weights import load_weights
 from conf.typed import parse
 from megamodel.config import Model
 from megamodel.model import Transformer
-
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.model")
 
 
 def export_hf(
@@ -32,35 +38,48 @@ def export_hf(
     dtype: torch.dtype | None = None,
     context: int | None = None,
     tokenizer: str | Path | None = None,
-    special_tokens: dict[str, int | None] | None = None,
+    special_tokens: Mapping[str, Any] | None = None,
+    beside: Beside | None = None,
     shard_bytes: int = 5 << 30,
 ) -> str:
     """Write config.json, safetensors in shards with an index, generation_config.json; returns the family.
 
     model: one in this process, or the directory of a checkpoint's step. family: a model_type; None takes the
     first that can say the architecture exactly, or ValueError tells why none can. dtype: None keeps each
-    tensor's. context: max_position_embeddings. tokenizer: a tokenizer.json or a directory with one.
+    tensor's. context: max_position_embeddings. tokenizer: a tokenizer.json or a directory with one. beside:
+    what stood beside a model that was imported, which is remembered by import_hf's and by its checkpoint;
+    context and special_tokens go before it.
     """
     directory = Path(directory)
     if not isinstance(model, Transformer):
+        beside = beside or beside_of(Path(model))
         model = from_checkpoint(Path(model))
-    chosen, config = choose(model.settings, family, context=context)
+    elif isinstance(model, Imported):
+        beside = beside or model.beside
+    beside = beside or Beside(dict.fromkeys(IDS))
+    chosen, config = choose(model.settings, family, context=context or beside.context)
     if any(directory.glob("*.safetensors")) or (directory / "config.json").exists():
         raise ValueError(f"{directory} holds a model already; give another directory")
     directory.mkdir(parents=True, exist_ok=True)
     # Said even where there is none: the defaults of some classes are ids beyond a smaller vocabulary.
-    tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")) | (special_tokens or {})
-    named = sorted({str(t.dtype).removeprefix("torch.") for t in logical_tensors(model).values()})
-    stored = str(dtype).removeprefix("torch.") if dtype else named[-1]
-    _write_json(directory / "config.json", {**config, **tokens, "dtype": stored})
-    _write_json(
-        directory / "generation_config.json",
-        {key: value for key, value in tokens.items() if value is not None},
-    )
+    asked = special_tokens or {}
+    tokens = {**beside.tokens, **asked}
+    stored = str(dtype or _usual_dtype(model)).removeprefix("torch.")
+    write_json(directory / CONFIG, {**config, **tokens, "dtype": stored})
+    said = {**tokens, **beside.generation, **asked}
+    write_json(directory / GENERATION, {key: value for key, value in said.items() if value is not None})
     _write_tensors(directory, model, chosen, dtype=dtype, shard_bytes=shard_bytes)
     if tokenizer is not None:
         copy_tokenizer(Path(tokenizer), directory)
     return chosen.model_type
+
+
+def _usual_dtype(model: Transformer) -> torch.dtype:
+    """The dtype of most numbers."""
+    sizes: Counter[torch.dtype] = Counter()
+    for tensor in logical_tensors(model).values():
+        sizes[tensor.dtype] += tensor.numel()
+    return sizes.most_common(1)[0][0]
 
 
 def from_checkpoint(path: Path) -> Transformer:
@@ -130,7 +149,7 @@ def _write_tensors(
         name = f"model-{number:05d}-of-{len(names):05d}.safetensors"
         (directory / _part(number)).rename(directory / name)
         weight_map.update(dict.fromkeys(held, name))
-    _write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
 def _part(number: int) -> str:
@@ -140,21 +159,3 @@ def _part(number: int) -> str:
 def _save(directory: Path, number: int, shard: dict[str, Tensor]) -> list[str]:
     save_file(shard, str(directory / _part(number)), metadata={"format": "pt"})
     return list(shard)
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def copy_tokenizer(source: Path, directory: Path) -> None:
-    """The tokenizer's files, with a class for transformers where only tokenizer.json is there."""
-    folder = source if source.is_dir() else source.parent
-    names = TOKENIZER_FILES if source.is_dir() else ("tokenizer.json",)
-    if not source.is_dir():
-        shutil.copyfile(source, directory / "tokenizer.json")
-    else:
-        for name in names:
-            if (folder / name).exists():
-                shutil.copyfile(folder / name, directory / name)
-    if not (directory / "tokenizer_config.json").exists():
-        _write_json(directory / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})

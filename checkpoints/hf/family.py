@@ -3,10 +3,11 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any
 
 from checkpoints.hf.fields import Fields, get, put
-from checkpoints.hf.rope import longest_length, read_rope, rope_parameters, write_rope
+from checkpoints.hf.rope import RopeForm, longest_length, read_rope, rope_parameters, write_rope
 from conf.schema import plain
 from conf.typed import InvalidConfiguration, parse
 from megamodel.config import Model
@@ -25,19 +26,6 @@ ACTIVATIONS = {  # their names -> ours
     "linear": "identity",
 }
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
-
-
-@dataclass(frozen=True)
-class RopeForm:
-    """How a family turns: defaults of the class, pair layout, whether parameters stand by layer type."""
-
-    theta: float = 10000.0
-    fraction: float = 1.0
-    pairs: str = "half"
-    partial: bool = False  # whether the class knows partial_rotary_factor
-    absent: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # the class's parameters where config.json has none
 
 
 @dataclass(frozen=True)
@@ -64,13 +52,24 @@ class Family:
     write_windows: Callable[[list[int | None], dict[str, Any]], None] | None = None
     read: Callable[[Fields, dict[str, Any]], None] | None = None
     write: Callable[[Model, dict[str, Any]], None] | None = None
-    silent: tuple[str, ...] = ()  # fields without effect on the logits
+    silent: tuple[str, ...] = ()  # fields that have no effect on the logits in transformers
+    agree: Mapping[str, str] = field(default_factory=dict)  # unread there -> the read field that it repeats
+    aliases: Mapping[str, str] = field(default_factory=dict)  # attribute_map of the class
     prefix: str = ""  # of names, which old files leave out
     ignored: tuple[str, ...] = ()  # regular expressions of tensors that are not learned
 
     def model(self, config: Mapping[str, Any]) -> Model:
         """The settings of a config.json; ValueError names what is not understood."""
-        fields = Fields(self.model_type, config, self.defaults)
+        fields = Fields(self.model_type, config, self.defaults, self.aliases)
+        try:
+            return self._model(fields)
+        except (TypeError, KeyError, AttributeError, IndexError, ArithmeticError) as error:
+            raise ValueError(
+                f"config.json of a {self.model_type} model has a value of the wrong kind, {fields.last} or "
+                f"one beside it: {type(error).__name__}: {error}"
+            ) from error
+
+    def _model(self, fields: Fields) -> Model:
         raw: dict[str, Any] = {}
         for path, value in self.constants.items():
             put(raw, path, value)
@@ -86,23 +85,14 @@ class Family:
         longest = fields.take(self.longest, None) if self.longest else None
         if self.rope is not None:
             raw["position"] = read_rope(
-                rope_parameters(fields) or self.rope.absent,
-                theta=self.rope.theta,
-                fraction=self.rope.fraction,
-                pairs=self.rope.pairs,
-                longest=longest,
+                rope_parameters(fields, self.rope), pairs=self.rope.pairs, longest=longest
             )
         if self.read is not None:
             self.read(fields, raw)
         if self.windows is not None:
-            windows = self.windows(fields, raw["n_layers"])
-            positions = raw.pop("positions", [None] * len(windows))
-            own = (raw.pop("local_position", None), raw.pop("global_position", None))  # by type of layer
-            for i, window in enumerate(windows):
-                position = own[window is None]
-                if position is not None and position != raw["position"]:
-                    positions[i] = position
-            layered(raw, windows, positions)
+            _by_layer(raw, self.windows(fields, raw["n_layers"]))
+        for name, read in self.agree.items():
+            fields.agree(name, fields.take(read, None), read)
         fields.finish()
         try:
             return parse(Model, raw)
@@ -162,6 +152,11 @@ def _activation(name: str) -> str:
 
 def _heads(family: Family, fields: Fields, raw: dict[str, Any]) -> None:
     """Key/value heads and head width, with what they default to."""
+    for path in ("d_model", "n_layers", "attention.n_heads"):
+        value = reduce(dict.__getitem__, path.split("."), raw)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            name = next((theirs for theirs, ours in family.fields.items() if ours == path), path)
+            raise ValueError(f"config.json: {name} = {value!r} must be a whole number of at least 1")
     heads = raw["attention"]["n_heads"]
     kv = fields.take(family.kv_heads, None) if family.kv_heads else None
     raw["attention"].setdefault("n_kv_heads", heads if kv is None else kv)
@@ -171,6 +166,17 @@ def _heads(family: Family, fields: Fields, raw: dict[str, Any]) -> None:
             raise ValueError(f"config.json: hidden size {raw['d_model']} is no multiple of {heads} heads")
         width = raw["d_model"] // heads
     raw["attention"]["head_width"] = width
+
+
+def _by_layer(raw: dict[str, Any], windows: list[int | None]) -> None:
+    """Windows, and the positions that are listed by layer or given by type of layer."""
+    positions = raw.pop("positions", [None] * len(windows))
+    own = (raw.pop("local_position", None), raw.pop("global_position", None))
+    for i, window in enumerate(windows):
+        position = own[window is None]
+        if position is not None and position != raw["position"]:
+            positions[i] = position
+    layered(raw, windows, positions)
 
 
 def layered(raw: dict[str, Any], windows: list[int | None], positions: list[Any]) -> None:
@@ -196,15 +202,20 @@ def layered(raw: dict[str, Any], windows: list[int | None], positions: list[Any]
 
 
 def layer_types(fields: Fields, n_layers: int, window: int | None) -> list[int | None] | None:
-    """The window of each layer where config.json lists the layers' types; None where it does not."""
+    """The window of each layer where config.json lists the layers' types; None where it does not.
+
+    window: of the sliding layers; None where the class has none, by sliding_window or use_sliding_window.
+    """
     types = fields.take("layer_types", None)
     if types is None:
         return None
-    unknown = sorted(set(types) - {LOCAL, GLOBAL})
-    if unknown or len(types) != n_layers:
+    unknown = set(types) - {LOCAL, GLOBAL} if isinstance(types, list) else ()
+    if not isinstance(types, list) or unknown or len(types) != n_layers:
         raise ValueError(f"config.json: layer_types {types} must be {n_layers} of {LOCAL} or {GLOBAL}")
     if LOCAL in types and window is None:
-        raise ValueError("config.json: layer_types has sliding layers, but sliding_window is null")
+        if fields.raw.get("sliding_window") is None:
+            raise ValueError("config.json: layer_types has sliding layers, but sliding_window is null")
+        raise ValueError("config.json: layer_types has sliding layers, but use_sliding_window is false")
     return [window if kind == LOCAL else None for kind in types]
 
 

@@ -1,6 +1,7 @@
 """The fields of a config.json: each is used exactly once, and what nobody used is an error that names it."""
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 REQUIRED = object()
@@ -36,13 +37,23 @@ ONLY = {  # fields of the base class that must have these values, where they are
 class Fields:
     """A config.json that knows what was taken from it."""
 
-    def __init__(self, family: str, raw: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
-        self.family, self.raw, self.defaults = family, raw, defaults
+    def __init__(
+        self,
+        family: str,
+        raw: Mapping[str, Any],
+        defaults: Mapping[str, Any],
+        aliases: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """aliases: other names of fields -> the names that are taken, as transformers' class has them."""
+        self.family, self.defaults = family, defaults
+        self.raw = renamed(raw, aliases)
         self.taken: set[str] = set()
+        self.last = "model_type"  # the field that was taken last, for an error that knows no name
 
     def take(self, name: str, default: Any = REQUIRED) -> Any:
         """The value of a field, or the default of its class; ValueError when it has neither."""
         self.taken.add(name)
+        self.last = name
         if name in self.raw:
             return self.raw[name]
         if name in self.defaults:
@@ -52,6 +63,24 @@ class Fields:
                 f"config.json of a {self.family} model has no field {name}; it cannot be guessed"
             )
         return default
+
+    def count(self, name: str, default: Any = REQUIRED) -> int:
+        """A field that counts: a whole number of at least 1; ValueError names any other."""
+        value = self.take(name, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"config.json: {name} = {value!r} must be a whole number of at least 1")
+        return value
+
+    def agree(self, name: str, value: Any, meant: str) -> None:
+        """Refuse a field that transformers does not read here, unless it says what holds anyway."""
+        if name in self.taken or name not in self.raw:
+            return
+        said = self.take(name)
+        if said is not None and said != value:
+            raise ValueError(
+                f"config.json: {name} = {said!r} is not read for {self.family} by transformers, which takes "
+                f"{meant} = {value!r}; remove {name}, or make it the same"
+            )
 
     def only(self, name: str, allowed: Sequence[Any]) -> None:
         """Refuse any other value, where one is given."""
@@ -74,6 +103,20 @@ class Fields:
                 f"config.json has fields that are not understood for {self.family}: {listed}; "
                 "reading the model without them might give other logits"
             )
+
+
+def renamed(raw: Mapping[str, Any], aliases: Mapping[str, str]) -> dict[str, Any]:
+    """config.json with one name for each thing; ValueError when two names say different things."""
+    found = dict(raw)
+    for alias, name in aliases.items():
+        if (value := found.pop(alias, None)) is None:
+            continue
+        if found.setdefault(name, value) != value:
+            raise ValueError(
+                f"config.json: {alias} = {value!r} and {name} = {found[name]!r} are two names of the same "
+                "field; remove one"
+            )
+    return found
 
 
 def put(raw: dict[str, Any], path: str, value: Any) -> None:

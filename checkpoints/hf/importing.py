@@ -1,15 +1,15 @@
 """A model directory of transformers -> our model. Nothing but JSON and safetensors is read."""
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from checkpoints.hf.beside import CONFIG, Beside, read_beside, read_json
 from checkpoints.hf.families import FAMILIES
 from checkpoints.hf.family import Family
 from checkpoints.hf.tensors import FORMS, Use, rules, uses
@@ -20,7 +20,15 @@ from parallel.piece import Piece, pieces_of
 INDEX, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 
 
-def import_hf(directory: str | Path, dtype: torch.dtype | None = None) -> Transformer:
+class Imported(Transformer):
+    """A model from a directory of transformers, which remembers what stood beside it there."""
+
+    def __init__(self, settings: Model, beside: Beside) -> None:
+        super().__init__(settings, initial=False)
+        self.beside = beside
+
+
+def import_hf(directory: str | Path, dtype: torch.dtype | None = None) -> Imported:
     """The model of a directory that transformers saved, in one process: model(tokens) -> logits.
 
     dtype None keeps that of each stored tensor. ValueError names every field of config.json and every tensor
@@ -28,14 +36,14 @@ def import_hf(directory: str | Path, dtype: torch.dtype | None = None) -> Transf
     """
     directory = Path(directory)
     settings, family = read_settings(directory)
-    model = Transformer(settings, initial=False)
+    model = Imported(settings, read_beside(directory))
     load_tensors(model, family, directory, dtype=dtype)
     return model.eval()
 
 
 def read_settings(directory: Path) -> tuple[Model, Family]:
     """The settings of a directory's config.json, and its family."""
-    raw = read_json(directory / "config.json")
+    raw = read_json(directory / CONFIG)
     name = raw.get("model_type")
     family = FAMILIES.get(str(name))
     if family is None:
@@ -45,23 +53,15 @@ def read_settings(directory: Path) -> tuple[Model, Family]:
     return family.model(raw), family
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; ValueError when there is none."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(f"{path} does not exist; give the directory of a model of transformers") from None
-    except ValueError as error:
-        raise ValueError(f"{path} is no JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} holds no JSON object")
-    return found
-
-
 def files_of(directory: Path) -> list[Path]:
     """The safetensors files of a model directory."""
     if (directory / INDEX).exists():
-        names = sorted(set(read_json(directory / INDEX)["weight_map"].values()))
+        held = read_json(directory / INDEX).get("weight_map")
+        if not isinstance(held, dict) or not held or any(not isinstance(n, str) for n in held.values()):
+            raise ValueError(
+                f"{directory / INDEX} has no weight_map from names of tensors to files; fetch it again"
+            )
+        names = sorted(set(held.values()))
         if any(Path(name).name != name for name in names):
             raise ValueError(f"{directory / INDEX} names a file outside of its directory")
     else:
@@ -77,9 +77,12 @@ def files_of(directory: Path) -> list[Path]:
 def stored(directory: Path) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of a model directory, one at a time."""
     for path in files_of(directory):
-        with safe_open(str(path), framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118  it is no dictionary
-                yield name, opened.get_tensor(name)
+        try:
+            with safe_open(str(path), framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118  it is no dictionary
+                    yield name, opened.get_tensor(name)
+        except SafetensorError as error:
+            raise ValueError(f"{path} is damaged or no safetensors file ({error}); fetch it again") from None
 
 
 def load_tensors(

@@ -6,11 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 import transformers
 
+from checkpoints.hf import import_hf
+from conf.saved import read
 from launcher.__main__ import main
 from launcher.scoring import document_loss
+from tests.checkpoints.hf.models import saved
 from tests.megamodel.test_generate import build
 from tests.spawn import Ranks
 
@@ -112,6 +116,103 @@ def test_each_token_of_a_long_document_is_predicted_once_from_what_it_may_see() 
         logits = model(torch.tensor([ids[start:target]]))[0, -1]
         expected += float(-logits.log_softmax(-1)[ids[target]])
     assert document_loss(model, ids, context=8, stride=4) == pytest.approx(expected, rel=1e-5)
+
+
+WORD_LEVEL = {"<unk>": 0, "<s>": 1, "</s>": 2, "the": 3, "cat": 4, "sat": 5, "on": 6, "mat": 7}
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path) -> Path:
+    """A model of transformers with a tokenizer, a chat template and lists of special tokens."""
+    saved("llama", tmp_path / "source")
+    source = tmp_path / "source"
+    raw = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(raw | {"eos_token_id": [2, 3], "pad_token_id": None}))
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(WORD_LEVEL, unk_token="<unk>"))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    inner.add_special_tokens(["<s>", "</s>"])
+    inner.save(str(source / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+    (source / "tokenizer_config.json").write_text(json.dumps(settings))
+    (source / "chat_template.jinja").write_text("{{ messages }}")
+    (source / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 3], "temperature": 0.6}))
+    return source
+
+
+SIDECARS = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
+
+
+def test_tokenizer_and_special_tokens_survive_import_and_export(
+    elsewhere: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target, out, on = tmp_path / "target", tmp_path / "out", tmp_path / "on"
+    imported = told(["import-hf", f"source={elsewhere}", f"target={target}"], capsys)
+    expected = {name: (elsewhere / name).read_bytes() for name in SIDECARS}
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (elsewhere / name).rename(tmp_path / f"gone-{name}")  # the copy is used, not the source
+    how = [
+        "generate.prompt=the cat",
+        "generate.max_tokens=4",
+        "generate.temperature=0",
+        "hardware.device=cpu",
+    ]
+    written = told(["generate", f"source={target}", *how], capsys)["results"][0]
+    model = import_hf(elsewhere)
+    assert written["tokens"][:1] == [int(model(torch.tensor([[3, 4]]))[0, -1, : len(WORD_LEVEL)].argmax())]
+    for source, directory in ((target, out), (train_on(imported, on, capsys), tmp_path / "out2")):
+        assert told(["export-hf", f"source={source}", f"target={directory}"], capsys)["family"] == "llama"
+        for name in SIDECARS[:3]:
+            assert (directory / name).read_bytes() == expected[name], name
+        config = json.loads((directory / "config.json").read_text())
+        generation = json.loads((directory / "generation_config.json").read_text())
+        assert (config["bos_token_id"], config["eos_token_id"], config["pad_token_id"]) == (1, [2, 3], None)
+        assert (generation["eos_token_id"], generation["temperature"]) == ([2, 3], 0.6)
+        assert config["max_position_embeddings"] == (64 if source == target else 16)
+    assert transformers.AutoTokenizer.from_pretrained(out).encode("the cat") == [3, 4]
+    assert read(Path(imported["config"]))["train"] == {"sequence_length": 64}
+
+
+def train_on(imported: dict[str, Any], directory: Path, capsys: pytest.CaptureFixture[str]) -> Path:
+    """A run of two steps that goes on from an import."""
+    texts = directory.parent / "texts"
+    texts.mkdir()
+    for number in range(4):
+        (texts / f"{number}.txt").write_text(f"{number} {WORDS * 9}")
+    go_on = [
+        "train",
+        f"config={imported['config']}",
+        f"resume={imported['checkpoint']}",
+        f"run.dir={directory}",
+    ]
+    go_on += [
+        "data=files",
+        f"data.paths=[{texts}]",
+        f"data.cache={directory.parent / 'cache'}",
+        "train.steps=2",
+    ]
+    go_on += ["train.sequence_length=16", "train.global_batch=2", "evaluate.batches=1", "sample.max_tokens=0"]
+    assert main([*go_on, "hardware.device=cpu", "data.held_out_fraction=0.3"]) == 0, capsys.readouterr()
+    return directory
+
+
+def test_a_model_without_a_tokenizer_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved("llama", tmp_path / "source")
+    target = tmp_path / "target"
+    imported = told(["import-hf", f"source={tmp_path / 'source'}", f"target={target}"], capsys)
+    for command in (
+        ["generate", "generate.prompt=a"],
+        ["evaluate", "data=files", f"data.paths=[{tmp_path}]"],
+    ):
+        assert main([*command, f"source={target}", "hardware.device=cpu"]) == 2
+        error = capsys.readouterr().err
+        assert f"{imported['checkpoint']} has no tokenizer" in error and "give tokenizer=FILE" in error
+    assert main(["export-hf", f"source={target}", f"target={tmp_path / 'out'}"]) == 0
+    assert "has no tokenizer" in capsys.readouterr().out
+    assert not list((tmp_path / "out").glob("tokenizer*"))
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["max_position_embeddings"], config["eos_token_id"]) == (64, 2)
+    assert main(["import-hf", f"source={tmp_path / 'source'}", f"target={tmp_path / 'again'}"]) == 0
+    assert "whatever reads text needs tokenizer=FILE" in capsys.readouterr().out
 
 
 def test_what_is_no_model_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

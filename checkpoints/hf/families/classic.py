@@ -14,9 +14,9 @@ from checkpoints.hf.families.names import (
     USUAL,
     table,
 )
-from checkpoints.hf.family import Family, RopeForm
+from checkpoints.hf.family import Family
 from checkpoints.hf.fields import Fields, put
-from checkpoints.hf.rope import read_rope, rope_parameters, write_rope
+from checkpoints.hf.rope import BASES, SHARES, RopeForm, read_rope, rope_parameters, write_rope
 from megamodel.config import Model
 from megamodel.position import Alibi, Learned, Rope
 
@@ -42,9 +42,16 @@ def _write_gpt2(model: Model, config: dict[str, Any]) -> None:
     config["scale_attn_weights"] = model.attention.scale != 1.0
 
 
+GPT_NAMES = {
+    "hidden_size": "n_embd",
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
+    "max_position_embeddings": "n_positions",
+}
 GPT2 = Family(
     model_type="gpt2",
     architecture="GPT2LMHeadModel",
+    aliases=GPT_NAMES,
     fields={
         "vocab_size": "vocab_size",
         "n_embd": "d_model",
@@ -105,7 +112,7 @@ def _gptj(fields: Fields, raw: dict[str, Any]) -> None:
     inner = fields.take("n_inner", None)
     put(raw, "feedforward.d_ff", 4 * raw["d_model"] if inner is None else inner)
     width = raw["attention"]["head_width"]
-    fraction = exact_fraction(fields.take("rotary_dim", 64), width)
+    fraction = exact_fraction(fields.count("rotary_dim", 64), width)
     raw["position"] = {"kind": "rope", "pairs": "interleaved", "fraction": fraction}
 
 
@@ -119,6 +126,7 @@ def _write_gptj(model: Model, config: dict[str, Any]) -> None:
 GPTJ = Family(
     model_type="gptj",
     architecture="GPTJForCausalLM",
+    aliases=GPT_NAMES,
     fields={
         "vocab_size": "vocab_size",
         "n_embd": "d_model",
@@ -185,7 +193,9 @@ GPT_NEOX = Family(
     constants={**PLAIN, "feedforward.bias": True},
     kv_heads=None,
     head_dim=False,
-    rope=RopeForm(fraction=0.25, partial=True),
+    rope=RopeForm(fraction=0.25, partial=True, base="rotary_emb_base", share="rotary_pct"),
+    # In GPT-NeoX-20B's files; the class drops attention_dropout and hidden_dropout, in training alone.
+    silent=("attention_probs_dropout_prob", "hidden_dropout_prob"),
     tensors=table(
         {
             "gpt_neox.embed_in.weight": "embedding.weight",
@@ -206,20 +216,31 @@ GPT_NEOX = Family(
 
 
 def _opt(fields: Fields, raw: dict[str, Any]) -> None:
-    width = fields.take("word_embed_proj_dim", raw["d_model"])
-    if width != raw["d_model"]:
+    width = fields.take("word_embed_proj_dim", None)
+    if width not in (None, raw["d_model"]):
         raise ValueError(
-            f"config.json: word_embed_proj_dim = {width} maps the embedding to hidden_size = "
-            f"{raw['d_model']}, which is not supported for opt"
+            f"config.json: word_embed_proj_dim = {width} projects the embedding to hidden_size = "
+            f"{raw['d_model']} and back before the head (OPT-350M); a model here has no such projections"
         )
     raw["layout"] = "pre" if fields.take("do_layer_norm_before", True) else "post"
     raw["position"] = {"kind": "learned", "offset": 2}
     put(raw, "position.max_positions", fields.take("max_position_embeddings", 2048))
+    bias, affine = fields.take("enable_bias", True), fields.take("layer_norm_elementwise_affine", True)
+    raw["attention"] |= {"bias": bias, "output_bias": bias}
+    put(raw, "feedforward.bias", bias)
+    raw["norm"] |= {"gain": affine, "bias": affine}
+    if fields.take("_remove_final_layer_norm", False) and raw["layout"] == "pre":
+        raise ValueError(
+            "config.json: _remove_final_layer_norm = true with do_layer_norm_before = true; a model that has "
+            "norms before its sublayers has one at its end too here"
+        )
 
 
 def _write_opt(model: Model, config: dict[str, Any]) -> None:
     config["word_embed_proj_dim"] = model.d_model
     config["do_layer_norm_before"] = model.layout == "pre"
+    config["enable_bias"] = model.feedforward.bias
+    config["layer_norm_elementwise_affine"] = model.norm.gain
 
 
 def _opt_tensors(model: Model) -> dict[str, Any]:
@@ -248,13 +269,8 @@ OPT = Family(
         "dropout": "dropout.residual",
     },
     defaults={**TIED, "activation_function": "relu", "dropout": 0.1},
-    constants={**PLAIN, **ALL_BIASES, "norm.eps": 1e-5},
-    only={
-        "enable_bias": (True,),
-        "layer_norm_elementwise_affine": (True,),
-        "_remove_final_layer_norm": (False,),
-        "activation_dropout": (0.0,),
-    },
+    constants={**PLAIN, "norm.eps": 1e-5},
+    only={"activation_dropout": (0.0,)},
     activation="activation_function",
     kv_heads=None,
     head_dim=False,
@@ -266,23 +282,21 @@ OPT = Family(
 
 
 def _bloom(fields: Fields, raw: dict[str, Any]) -> None:
-    width = fields.take("hidden_size", None) or fields.take("n_embed")
-    fields.take("n_embed", None)
-    inner = fields.take("n_inner", None)
-    raw["d_model"] = width
+    width, inner = raw["d_model"], fields.take("n_inner", None)
     put(raw, "feedforward.d_ff", 4 * width if inner is None else inner)
     if inner not in (None, 4 * width):
         raise ValueError(f"config.json: n_inner = {inner} is not supported for bloom, only {4 * width}")
-    put(raw, "attention.head_width", width // raw["attention"]["n_heads"])
-
-
-def _write_bloom(model: Model, config: dict[str, Any]) -> None:
-    config["hidden_size"] = model.d_model
+    if fields.take("slow_but_exact", False) and fields.take("pretraining_tp", 1) > 1:
+        raise ValueError(
+            f"config.json: slow_but_exact = true with pretraining_tp = {fields.take('pretraining_tp')} adds "
+            "other partial products, the biases in each; set slow_but_exact to false"
+        )
 
 
 BLOOM = Family(
     model_type="bloom",
     architecture="BloomForCausalLM",
+    aliases={"num_hidden_layers": "n_layer", "num_attention_heads": "n_head", "n_embed": "hidden_size"},
     fields={
         "vocab_size": "vocab_size",
         "hidden_size": "d_model",
@@ -307,8 +321,8 @@ BLOOM = Family(
         "feedforward.activation": "gelu_tanh",
     },
     only={"apply_residual_connection_post_layernorm": (False,)},
-    silent=(
-        "slow_but_exact seq_length attention_softmax_in_fp32 masked_softmax_fusion offset_alibi "
+    silent=(  # of Megatron's training, in BLOOM's files; the class has none of them
+        "seq_length attention_softmax_in_fp32 masked_softmax_fusion offset_alibi "
         "bias_dropout_fusion skip_bias_add skip_bias_add_qkv"
     ).split(),  # type: ignore[arg-type]
     activation=None,
@@ -330,7 +344,6 @@ BLOOM = Family(
         }
     ),
     read=_bloom,
-    write=_write_bloom,
     prefix="transformer.",
 )
 
@@ -347,12 +360,14 @@ def _falcon(fields: Fields, raw: dict[str, Any]) -> None:
     parallel = fields.take("parallel_attn", True) or new
     norms = fields.take("num_ln_in_parallel_attn", None) or (2 if new else 1)
     raw["layout"] = "pre" if not parallel else ("parallel_two" if new and norms == 2 else "parallel_shared")
+    inner = raw["feedforward"]["d_ff"] / raw["d_model"]
+    fields.agree("ff_factor", inner, "ffn_hidden_size / hidden_size")  # in Falcon-11B's file
     longest = fields.take("max_position_embeddings", 2048)
-    parameters = rope_parameters(fields)
     if fields.take("alibi", False):
         raw["position"] = {"kind": "alibi", "before_scale": True, "round_slopes": True}
+        fields.taken.update(("rope_parameters", "rope_scaling", *BASES, *SHARES))  # nothing turns
     else:
-        raw["position"] = read_rope(parameters, theta=1e4, longest=longest)
+        raw["position"] = read_rope(rope_parameters(fields, RopeForm()), longest=longest)
 
 
 def _write_falcon(model: Model, config: dict[str, Any]) -> None:
@@ -390,6 +405,8 @@ def _falcon_tensors(model: Model) -> dict[str, Any]:
 FALCON = Family(
     model_type="falcon",
     architecture="FalconForCausalLM",
+    aliases={"n_embed": "hidden_size"},
+    only={"apply_residual_connection_post_layernorm": (False,)},  # in Falcon-7B's file, read by nobody
     fields={
         **{theirs: ours for theirs, ours in DENSE.items() if theirs != "intermediate_size"},
         "layer_norm_epsilon": "norm.eps",

@@ -14,8 +14,9 @@ from checkpoints.hf.families.names import (
     shared,
     table,
 )
-from checkpoints.hf.family import Family, RopeForm
+from checkpoints.hf.family import Family
 from checkpoints.hf.fields import Fields, put
+from checkpoints.hf.rope import RopeForm
 from megamodel.config import Model
 from megamodel.latent import LatentAttention
 from megamodel.position import Rope
@@ -24,7 +25,11 @@ from megamodel.rope_scaling import magnitude
 
 def _deepseek(fields: Fields, raw: dict[str, Any]) -> None:
     """What both versions share: latent attention, dense layers first, shared experts, the YaRN scale."""
-    fields.taken.update(("num_key_value_heads", "head_dim", "qk_head_dim"))
+    attention = raw["attention"]
+    turned, plain = attention["rope_width"], attention["nope_width"]
+    fields.agree("num_key_value_heads", attention["n_heads"], "num_attention_heads")
+    fields.agree("head_dim", turned, "qk_rope_head_dim")
+    fields.agree("qk_head_dim", plain + turned, "qk_nope_head_dim + qk_rope_head_dim")
     first = fields.take("first_k_dense_replace")
     put(raw, "experts.dense_layers", list(range(min(first, raw["n_layers"]))))
     shared_experts = fields.take("n_shared_experts", None) or 0
@@ -129,6 +134,7 @@ DEEPSEEK_USUAL = {
 DEEPSEEK_V2 = Family(
     model_type="deepseek_v2",
     architecture="DeepseekV2ForCausalLM",
+    aliases={"num_experts": "n_routed_experts"},
     fields=DEEPSEEK,
     defaults={**DEEPSEEK_USUAL, "n_shared_experts": 2, "routed_scaling_factor": 1.0},
     constants={**ROUTED, "attention.kind": "latent", "experts.renormalise": False},
@@ -143,6 +149,7 @@ DEEPSEEK_V2 = Family(
 DEEPSEEK_V3 = Family(
     model_type="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
+    aliases={"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
     fields={
         **DEEPSEEK,
         "n_group": "experts.groups",
@@ -172,7 +179,7 @@ DEEPSEEK_V3 = Family(
         "scoring_func": ("sigmoid",),
         "topk_method": ("noaux_tc",),
     },
-    silent=("num_nextn_predict_layers", "num_mtp_layers"),  # a head for training that transformers leaves out
+    silent=("num_nextn_predict_layers",),  # a head for training that transformers leaves out
     tensors=_deepseek_tensors,
     kv_heads=None,
     head_dim=False,

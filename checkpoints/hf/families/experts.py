@@ -24,8 +24,9 @@ from checkpoints.hf.families.names import (
     shared,
     table,
 )
-from checkpoints.hf.family import Family, RopeForm, layer_types, one_window, types_of
+from checkpoints.hf.family import Family, layer_types, one_window, types_of
 from checkpoints.hf.fields import Fields, put
+from checkpoints.hf.rope import RopeForm
 from megamodel.config import Model
 from megamodel.moe import Routed
 
@@ -46,6 +47,7 @@ def _mixtral(fields: Fields, raw: dict[str, Any]) -> None:
 MIXTRAL = Family(
     model_type="mixtral",
     architecture="MixtralForCausalLM",
+    aliases={"num_experts": "num_local_experts"},
     fields={
         **SIZES,
         **RMS,
@@ -82,7 +84,7 @@ MIXTRAL = Family(
             ),
         },
     ),
-    rope=RopeForm(),
+    rope=RopeForm(theta=1e6),
     windows=same_window(None),
     write_windows=write_same_window,
     read=_mixtral,
@@ -91,7 +93,7 @@ MIXTRAL = Family(
 
 def _sparse_layers(fields: Fields, raw: dict[str, Any]) -> None:
     """Dense layers: those listed, and those that decoder_sparse_step leaves out."""
-    step, listed = fields.take("decoder_sparse_step", 1), fields.take("mlp_only_layers", None) or []
+    step, listed = fields.count("decoder_sparse_step", 1), fields.take("mlp_only_layers", None) or []
     n = raw["n_layers"]
     put(raw, "experts.dense_layers", [i for i in range(n) if i in listed or (i + 1) % step])
 
@@ -168,8 +170,7 @@ def _qwen3_moe(fields: Fields, raw: dict[str, Any]) -> None:
     _sparse_layers(fields, raw)
     both_biases(fields, raw)
     put(raw, "attention.qk_norm", {"scope": "head", "norm": {"eps": raw["norm"]["eps"]}})
-    n = fields.take("num_local_experts", None) if "num_local_experts" in fields.raw else None
-    put(raw, "experts.n_experts", n or fields.take("num_experts", 128))
+    put(raw, "experts.n_experts", fields.take("num_experts", 128))
 
 
 def _write_qwen3_moe(model: Model, config: dict[str, Any]) -> None:
@@ -192,6 +193,7 @@ def _write_qwen3_moe_windows(windows: list[int | None], config: dict[str, Any]) 
 QWEN3_MOE = Family(
     model_type="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
+    aliases={"num_local_experts": "num_experts"},
     fields=QWEN_EXPERTS,
     defaults={
         **QWEN_USUAL,
@@ -218,6 +220,7 @@ def _olmoe(fields: Fields, raw: dict[str, Any]) -> None:
 OLMOE = Family(
     model_type="olmoe",
     architecture="OlmoeForCausalLM",
+    aliases={"num_local_experts": "num_experts"},
     fields={
         **SIZES,
         **RMS,
@@ -251,6 +254,7 @@ def _gpt_oss(fields: Fields, raw: dict[str, Any]) -> None:
 GPT_OSS = Family(
     model_type="gpt_oss",
     architecture="GptOssForCausalLM",
+    aliases={"num_experts": "num_local_experts"},
     fields={
         **SIZES,
         **RMS,
@@ -316,7 +320,7 @@ GPT_OSS = Family(
             "original_max_position_embeddings": 4096,
         },
     ),
-    windows=patterned(2),
+    windows=patterned(2, default=128),
     write_windows=write_layer_types,
     read=_gpt_oss,
     write=write_both_biases,

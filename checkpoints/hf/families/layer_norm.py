@@ -26,12 +26,12 @@ from checkpoints.hf.families.names import (
     USUAL,
     table,
 )
-from checkpoints.hf.family import Family, RopeForm
+from checkpoints.hf.family import Family
 from checkpoints.hf.fields import Fields, put
-from checkpoints.hf.rope import read_rope, rope_parameters, write_rope
+from checkpoints.hf.rope import RopeForm, read_rope, rope_parameters, write_rope
 from megamodel.config import Model
 from megamodel.position import Rope
-from megamodel.rope_scaling import LongRopeScaling
+from megamodel.rope_scaling import LongRopeScaling, Unscaled
 
 OLMO = Family(
     model_type="olmo",
@@ -67,6 +67,7 @@ COHERE = Family(
     constants=COHERE_LIKE,
     tensors=table(ENDS, ATTENTION, QK_NORM_OF_HEADS, GATED, SHARED_NORM),
     rope=RopeForm(theta=5e5, pairs="interleaved"),
+    silent=("model_max_length",),  # in Command R's file; a length for its tokenizer
     read=_cohere,
     write=_write_cohere,
 )
@@ -90,19 +91,16 @@ COHERE2 = Family(
     fields={**DENSE, **LAYER_NORM, "logit_scale": "logits.scale"},
     defaults={**TIED, "layer_norm_eps": 1e-5, "logit_scale": 0.0625},
     constants=COHERE_LIKE,
-    silent=(
-        "cache_implementation",
-        "order_of_interleaved_layers",
-        "position_embedding_type",
-        "use_gated_activation",
-        "use_parallel_block",
-        "use_parallel_embedding",
-        "use_embedding_sharing",
-        "rotary_pct",
-    ),
+    only={  # in Command R7B's file; the class is always this
+        "order_of_interleaved_layers": ("local_attn_first",),
+        "position_embedding_type": ("rope_gptj",),
+        "use_gated_activation": (True,),
+        "use_parallel_block": (True,),
+    },
+    silent=("use_parallel_embedding", "use_embedding_sharing"),  # of its training; tie_word_embeddings ties
     tensors=table(ENDS, ATTENTION, GATED, SHARED_NORM),
     rope=RopeForm(pairs="interleaved"),
-    windows=patterned(4),
+    windows=patterned(4, named=True),
     write_windows=write_layer_types,
     read=_cohere2,
     write=_write_cohere2,
@@ -159,17 +157,21 @@ PHI = Family(
 def _phi3(fields: Fields, raw: dict[str, Any]) -> None:
     longest = fields.take("max_position_embeddings")
     original = fields.take("original_max_position_embeddings", 4096)
-    parameters = rope_parameters(fields)
+    parameters = rope_parameters(fields, RopeForm(partial=True))
     kind = parameters.get("rope_type", parameters.get("type", "default"))
-    if kind in ("su", "yarn") and "short_factor" in parameters:  # earlier names of the same
+    if kind in ("su", "yarn"):  # earlier names of the same
         parameters |= {"rope_type": "longrope", "type": "longrope"}
-    raw["position"] = read_rope(parameters, theta=1e4, longest=longest, original=original)
+    elif kind not in ("default", "longrope"):
+        raise ValueError(f"config.json: rope_type {kind!r} is not supported for phi3, only default, longrope")
+    raw["position"] = read_rope(parameters, longest=longest, original=original)
 
 
 def _write_phi3(model: Model, config: dict[str, Any]) -> None:
     if not isinstance(model.position, Rope.Config):
         raise ValueError("Phi-3 has rotary positions")
     scaling = model.position.scaling
+    if not isinstance(scaling, Unscaled | LongRopeScaling):
+        raise ValueError(f"a phi3 model of transformers has no RoPE scaling {scaling.kind!r}, only longrope")
     config["rope_parameters"] = write_rope(model.position)
     if isinstance(scaling, LongRopeScaling):
         config["original_max_position_embeddings"] = scaling.original_length
@@ -180,7 +182,14 @@ PHI3 = Family(
     architecture="Phi3ForCausalLM",
     fields={**DENSE, **RMS, "resid_pdrop": "dropout.residual", "embd_pdrop": "dropout.embedding"},
     defaults={**USUAL, "rms_norm_eps": 1e-5, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
-    only={"attention_bias": (False,)},
+    only={
+        "attention_bias": (False,),
+        # In Phi-4-mini's file, read by nobody.
+        "mlp_bias": (False,),
+        "lm_head_bias": (False,),
+        "full_attn_mod": (1,),
+        "interpolate_factor": (1,),
+    },
     tensors=table(
         ENDS,
         {"model.layers.{i}.self_attn.qkv_proj.*": FUSED},
@@ -193,6 +202,13 @@ PHI3 = Family(
     read=_phi3,
     write=_write_phi3,
 )
+
+
+def _nemotron(fields: Fields, raw: dict[str, Any]) -> None:
+    both_biases(fields, raw)
+    fields.agree("kv_channels", raw["attention"]["head_width"], "head_dim")  # in Minitron's files
+
+
 NEMOTRON = Family(
     model_type="nemotron",
     architecture="NemotronForCausalLM",
@@ -201,7 +217,7 @@ NEMOTRON = Family(
     constants={**PLAIN, "norm.offset": 1.0},
     tensors=table(ENDS, ATTENTION, GATED, PRE),
     rope=RopeForm(fraction=0.5, partial=True),
-    read=both_biases,
+    read=_nemotron,
     write=write_both_biases,
 )
 
@@ -227,8 +243,16 @@ STABLELM = Family(
         "use_qkv_bias": "attention.bias",
         "hidden_dropout": "dropout.residual",
     },
-    defaults={**USUAL, "layer_norm_eps": 1e-5, "use_qkv_bias": False, "hidden_dropout": 0.0},
+    defaults={
+        **USUAL,
+        "layer_norm_eps": 1e-5,
+        "use_qkv_bias": False,
+        "hidden_dropout": 0.0,
+        "num_key_value_heads": 32,
+    },
     constants={"norm.kind": "layernorm"},
+    agree={"norm_eps": "layer_norm_eps"},  # in StableLM-3B's file, beside it
+    only={"rotary_scaling_factor": (1.0,)},  # there too, read by nobody
     head_dim=False,
     tensors=table(
         ENDS,

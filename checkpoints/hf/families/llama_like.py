@@ -17,9 +17,9 @@ from checkpoints.hf.families.names import (
     USUAL,
     table,
 )
-from checkpoints.hf.family import LOCAL, Family, RopeForm, layer_types, one_window, types_of
+from checkpoints.hf.family import LOCAL, Family, layer_types, one_window, types_of
 from checkpoints.hf.fields import Fields, put
-from checkpoints.hf.rope import longest_length, read_rope, rope_parameters, write_rope
+from checkpoints.hf.rope import RopeForm, by_layer_type, longest_length, read_rope, write_rope
 from megamodel.config import Model
 from megamodel.position import Position, Rope
 
@@ -63,22 +63,32 @@ def write_typed_windows(windows: list[int | None], config: dict[str, Any]) -> No
     config["use_sliding_window"] = window is not None
 
 
-def patterned(period: int) -> Any:
-    """Every period-th layer global, the others local, unless layer_types says which."""
+PERIODS = ("sliding_window_pattern", "_sliding_window_pattern", "layer_switch")
+
+
+def patterned(period: int, *, default: int = 4096, named: bool = False) -> Any:
+    """Every period-th layer global, the others local, unless layer_types says which.
+
+    named: whether the class reads sliding_window_pattern. Where types of layers are listed it reads no
+    period at all, and what its own files repeat there is left alone.
+    """
 
     def read(fields: Fields, n_layers: int) -> list[int | None]:
-        window = fields.take("sliding_window", 4096)
-        every = fields.take("sliding_window_pattern", None)
-        every = fields.take("_sliding_window_pattern", every or period)
+        window = fields.take("sliding_window", default)
         listed = layer_types(fields, n_layers, window)
+        if listed is not None and named:
+            fields.taken.update(PERIODS)
+        every = fields.count("sliding_window_pattern", period) if named and listed is None else period
+        for name in PERIODS:
+            fields.agree(name, every, "the period of global layers")
         return listed or [window if (i + 1) % every else None for i in range(n_layers)]
 
     return read
 
 
 def write_layer_types(windows: list[int | None], config: dict[str, Any]) -> None:
-    """The types of the layers and their one window, for classes that always have one."""
-    config |= {"sliding_window": one_window(windows), "layer_types": types_of(windows)}
+    """The types of the layers and their one window, for classes that need one even if no layer slides."""
+    config |= {"sliding_window": one_window(windows) or 4096, "layer_types": types_of(windows)}
 
 
 LLAMA = Family(
@@ -90,6 +100,7 @@ LLAMA = Family(
     rope=RopeForm(),
     read=both_biases,
     write=write_both_biases,
+    only={"is_llama_config": (True,), "rope_interleaved": (False,)},  # in SmolLM2's files, read by nobody
     ignored=(r".*rotary_emb\.inv_freq",),
 )
 MISTRAL = Family(
@@ -108,6 +119,7 @@ QWEN2 = Family(
     fields={**DENSE, **RMS},
     defaults={**USUAL, "rms_norm_eps": 1e-6, "num_key_value_heads": 32},
     constants={"attention.bias": True},
+    only={"use_mrope": (False,)},  # in Qwen2.5's files, read by nobody
     tensors=table(ENDS, ATTENTION, GATED, PRE),
     rope=RopeForm(),
     windows=qwen_windows,
@@ -199,6 +211,7 @@ GEMMA2 = Family(
     defaults={**GEMMA_USUAL, "num_key_value_heads": 4},
     constants={**GEMMA_NORM, "layout": "double"},
     only={"hidden_act": ("gelu_pytorch_tanh",)},
+    agree={"sliding_window_size": "sliding_window"},  # in Gemma 2's first files, beside it
     tensors=table(ENDS, ATTENTION, GATED, DOUBLE),
     activation="hidden_activation",
     rope=RopeForm(),
@@ -209,18 +222,14 @@ GEMMA2 = Family(
 )
 
 
-def by_layer_type(fields: Fields, raw: dict[str, Any], *, theta: float, local_theta: float | None) -> None:
-    """Rotary parameters by type of layer; flat ones are those of the global layers, scaling included."""
+def read_by_layer_type(
+    fields: Fields, raw: dict[str, Any], *, theta: float, local_theta: float, local_base: str | None = None
+) -> None:
+    """Rotary positions by type of layer."""
     longest = fields.take("max_position_embeddings", None)
-    given = rope_parameters(fields)
-    local_base = fields.take("rope_local_base_freq", None) or local_theta
-    nested = {name: value for name, value in given.items() if isinstance(value, dict)}
-    flat = {name: value for name, value in given.items() if name not in nested and value is not None}
-    outer = nested.get("full_attention") or flat
-    default = {"rope_theta": local_base or outer.get("rope_theta", theta)}
-    inner = nested.get("sliding_attention") or default
-    raw["position"] = read_rope(outer, theta=theta, longest=longest, nested=True)
-    raw["local_position"] = read_rope(inner, theta=local_base or theta, longest=longest, nested=True)
+    sets = by_layer_type(fields, theta=theta, local_theta=local_theta, local_base=local_base)
+    for name, parameters in zip(("position", "local_position"), sets, strict=True):
+        raw[name] = read_rope(parameters, longest=longest, nested=True)
 
 
 def write_by_layer_type(model: Model, config: dict[str, Any]) -> None:
@@ -236,8 +245,9 @@ def write_by_layer_type(model: Model, config: dict[str, Any]) -> None:
     for name in ("full_attention", LOCAL):
         found.setdefault(name, next(iter(found.values())))
     config["rope_parameters"] = found
-    lengths = [longest_length(layer.position) for layer in model.layers]
-    config["max_position_embeddings"] = max([n for n in lengths if n] or [config["max_position_embeddings"]])
+    lengths = {layer.position.scaling.kind: longest_length(layer.position) for layer in model.layers}  # type: ignore[union-attr]
+    longest = lengths.get("dynamic") or max([n for n in lengths.values() if n], default=None)
+    config["max_position_embeddings"] = longest or config["max_position_embeddings"]
 
 
 def _gemma3(fields: Fields, raw: dict[str, Any]) -> None:
@@ -246,7 +256,7 @@ def _gemma3(fields: Fields, raw: dict[str, Any]) -> None:
     put(raw, "logits.softcap", fields.take("final_logit_softcapping", None))
     norm = {"eps": raw["norm"]["eps"], "offset": 1.0, "rounding": "after_gain"}
     put(raw, "attention.qk_norm", {"scope": "head", "norm": norm})
-    by_layer_type(fields, raw, theta=1e6, local_theta=1e4)
+    read_by_layer_type(fields, raw, theta=1e6, local_theta=1e4, local_base="rope_local_base_freq")
 
 
 def _write_gemma3(model: Model, config: dict[str, Any]) -> None:
@@ -263,7 +273,7 @@ GEMMA3 = Family(
     constants={**GEMMA_NORM, "layout": "double"},
     tensors=table(ENDS, ATTENTION, QK_NORM, GATED, DOUBLE),
     activation="hidden_activation",
-    windows=patterned(6),
+    windows=patterned(6, named=True),
     write_windows=write_layer_types,
     read=_gemma3,
     write=_write_gemma3,
@@ -291,7 +301,7 @@ OLMO2 = Family(
 
 def _olmo3(fields: Fields, raw: dict[str, Any]) -> None:
     _olmo2(fields, raw)
-    by_layer_type(fields, raw, theta=5e5, local_theta=None)
+    read_by_layer_type(fields, raw, theta=5e5, local_theta=5e5)
 
 
 def _write_olmo3(model: Model, config: dict[str, Any]) -> None:
@@ -313,21 +323,29 @@ OLMO3 = Family(
 )
 
 
+def _rotated(fields: Fields, n_layers: int) -> list[Any]:
+    """Which layers of a SmolLM3 turn: those listed, or all but every no_rope_layer_interval-th."""
+    every = fields.count("no_rope_layer_interval", 4)
+    listed = fields.take("no_rope_layers", None)
+    rotated = [(i + 1) % every != 0 for i in range(n_layers)] if listed is None else listed
+    if not isinstance(rotated, list) or len(rotated) != n_layers:
+        raise ValueError(
+            f"config.json: no_rope_layers = {rotated!r} must be a list of {n_layers}, one a layer"
+        )
+    return rotated
+
+
 def _smollm3(fields: Fields, raw: dict[str, Any]) -> None:
     both_biases(fields, raw)
-    every = fields.take("no_rope_layer_interval", 4)
-    n = raw["n_layers"]
-    rotated = fields.take("no_rope_layers", None) or [int((i + 1) % every != 0) for i in range(n)]
-    raw["positions"] = [None if rotated[i] else {"kind": "none"} for i in range(n)]
+    raw["positions"] = [None if turns else {"kind": "none"} for turns in _rotated(fields, raw["n_layers"])]
 
 
 def _smollm3_windows(fields: Fields, n_layers: int) -> list[int | None]:
+    """Windows on the layers that do not turn, if any at all, unless layer_types says which."""
     window = fields.take("sliding_window", None)
     window = window if fields.take("use_sliding_window", False) else None
     listed = layer_types(fields, n_layers, window)
-    if listed is None and window is not None:
-        raise ValueError("config.json: use_sliding_window without layer_types is not supported for smollm3")
-    return listed or [None] * n_layers
+    return listed or [None if turns else window for turns in _rotated(fields, n_layers)]
 
 
 def _write_smollm3(model: Model, config: dict[str, Any]) -> None:
@@ -344,6 +362,7 @@ SMOLLM3 = Family(
     architecture="SmolLM3ForCausalLM",
     fields={**DENSE, **RMS, "mlp_bias": "feedforward.bias"},
     defaults={**TIED, "rms_norm_eps": 1e-6, "mlp_bias": False, "num_key_value_heads": 4},
+    silent=("max_window_layers",),  # in SmolLM3's files; its class goes by layer_types alone
     tensors=table(ENDS, ATTENTION, GATED, PRE),
     rope=RopeForm(theta=2e6),
     windows=_smollm3_windows,

@@ -1,5 +1,6 @@
 """Tiny random models of transformers, one or more for each family, with odd shapes."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -223,6 +224,11 @@ def build(name: str) -> Any:
     config = transformers.AutoConfig.for_model(family, **fields)
     # Falcon's eager attention adds the ALiBi bias twice; its SDPA is right.
     config._attn_implementation = "sdpa" if fields.get("alibi") else "eager"
+    return randomised(config)
+
+
+def randomised(config: Any) -> Any:
+    """A model of a configuration, weights as in `build`."""
     torch.manual_seed(11)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     generator = torch.Generator().manual_seed(3)
@@ -233,6 +239,19 @@ def build(name: str) -> Any:
                 tensor.normal_(0, 2 * tensor.shape[-1] ** -0.5, generator=generator)
             elif "correction_bias" in key or (tensor.dim() == 1 and isinstance(tensor, torch.nn.Parameter)):
                 tensor.uniform_(0.3, 1.2, generator=generator)
+    return model
+
+
+def from_file(family: str, fields: dict[str, Any], directory: Path) -> Any:
+    """A model of exactly this config.json, which both sides read; transformers adds weights alone."""
+    directory.mkdir(exist_ok=True)
+    content = json.dumps({"model_type": family, **fields})
+    (directory / "config.json").write_text(content)
+    config = transformers.AutoConfig.from_pretrained(directory)
+    config._attn_implementation = "eager"
+    model = randomised(config)
+    model.save_pretrained(directory)
+    (directory / "config.json").write_text(content)
     return model
 
 
