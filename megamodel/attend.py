@@ -120,6 +120,7 @@ class Attend(nn.Module):
         self.softcap = softcap
         self.first_head = first_head  # number of this rank's first query head: its dropout masks are slices
         self.backend: Backend = "blocked"
+        self.widens = False  # 16-bit queries, keys and values are attended with in fp32
 
     def forward(
         self,
@@ -133,6 +134,9 @@ class Attend(nn.Module):
         sinks: Tensor | None = None,
         key_positions: Tensor | None = None,
     ) -> Tensor:
+        dtype = q.dtype
+        if self.widens:
+            q, k, v = wide(q), wide(k), wide(v)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H or K, S or N, E)
         dropped = bool(self.dropout.p) and self.training
         if key_positions is not None or self.backend == "whole":
@@ -154,7 +158,7 @@ class Attend(nn.Module):
             out = by_documents(q, k, v, positions, self.seen, self.scale)
         else:
             out = in_blocks(q, k, v, self.seen, self.scale, positions if self.documents else None)
-        return out.transpose(1, 2)
+        return out.transpose(1, 2).to(dtype)
 
     def _plain(self, length: int) -> bool:
         return self.seen.sees_all(length) and not self.documents

@@ -191,6 +191,7 @@ def equip(module: nn.Module, choices: dict[str, Choice]) -> None:
             part.product = widened
         if isinstance(part, Attend):
             part.backend = choices["attention"].form  # type: ignore[assignment]
+            part.widens = choices["products"].form == "widened"
         if isinstance(part, Experts):
             part.form = choices["experts"].form  # type: ignore[assignment]
         if isinstance(part, Block) and choices["compile"].form == "block":

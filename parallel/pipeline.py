@@ -88,10 +88,7 @@ class GuardedEngine(PipelineEngine):
 
     def _exec_reduce_grads(self) -> None:
         self._before_reduce()
-        if self._partition.is_bf16:
-            super()._exec_reduce_grads()
-        else:
-            self._partition.reduce()
+        self._partition.reduce()
 
     def _exec_optimizer_step(self, lr_kwargs: Any = None) -> None:
         norm = self._decide()

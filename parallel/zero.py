@@ -71,8 +71,11 @@ class ZeroPartition:
         )
         self.parameters: list[Tensor] = [p for group in groups for p in group]
         self._groups: list[list[Tensor]] = [list(group) for group in groups]
-        self._flat: list[Tensor] = []  # fp32: the gradients of whole groups, as long as all parts together
-        if not self.is_bf16:
+        # In fp32 the gradients of whole groups, as long as all parts together.
+        self._flat: list[Tensor] = []
+        if isinstance(optimizer, BF16_Optimizer):
+            self._flat = optimizer.fp32_groups_gradients_flat
+        else:
             # The weights of this rank's part are their own masters: one copy less to hold and to make.
             weights = optimizer.parallel_partitioned_bit16_groups
             for master, parts in zip(self.masters, weights, strict=True):
@@ -123,7 +126,11 @@ class ZeroPartition:
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """fp32: average the accumulated gradients over dp, each rank its part. Collective over dp."""
+        """Average the accumulated gradients over dp in fp32, each rank its part. Collective over dp.
+
+        DeepSpeed would round the sums over micro-batches to bf16 first, even where there is nobody to send
+        them to.
+        """
         dp = self.mesh.dp
         for group, flat, part in zip(self._groups, self._flat, self._gradients, strict=True):
             for parameter in group:

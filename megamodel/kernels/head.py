@@ -141,7 +141,9 @@ class _Work:
         # Adding up many 16-bit chunks in 16 bit would lose digits; one is exact, and few large ones are rare.
         several = self.chunk < x.shape[0] and head.count * x.shape[1] * 4 <= how.workspace_bytes
         summed = torch.float32 if several else self.compute
-        self.whole = weight.new_zeros(weight.shape, dtype=summed) if needs_weight else None
+        self.whole = weight.new_empty(weight.shape, dtype=summed) if needs_weight else None
+        if self.whole is not None:
+            self.whole[head.count if x.shape[0] else 0 :].zero_()  # the first chunk writes the rest
         self.target_dtype = weight.dtype
         self.of_bias = (
             bias.new_zeros(bias.shape, dtype=torch.float32) if needs_bias and bias is not None else None
@@ -178,7 +180,11 @@ class _Work:
                 self.of_x[part] = gradient @ self.weight
         if self.whole is not None:
             mine = self.whole[: self.head.count]
-            if mine.dtype == gradient.dtype:
+            if part.start == 0:
+                # torch writes bf16 products into bf16 only.
+                fits = mine.dtype == gradient.dtype
+                torch.mm(gradient.t(), x, out=mine) if fits else mine.copy_(gradient.t() @ x)
+            elif mine.dtype == gradient.dtype:
                 mine.addmm_(gradient.t(), x)
             else:
                 mine += gradient.t() @ x
