@@ -14,7 +14,8 @@ def deepspeed_config(
         "gradient_accumulation_steps": accumulation,
         "train_batch_size": micro_batch * accumulation * dp,
         # Stage 1 even for one process: without ZeRO the fp32 norm of a pipeline comes out wrong.
-        "zero_optimization": {"stage": 1},
+        # Gradients are reduced by us: the buffer of 2 GB for its buckets would be for nothing.
+        "zero_optimization": {"stage": 1, "contiguous_gradients": False},
         "zero_allow_untested_optimizer": True,
         "bf16": {"enabled": precision == "bf16"},
         # bf16 would otherwise add up the micro-batches' gradients in bf16.

@@ -80,6 +80,8 @@ class ZeroPartition:
             weights = optimizer.parallel_partitioned_bit16_groups
             for master, parts in zip(self.masters, weights, strict=True):
                 master.data = parts[mesh.dp.rank].data
+            for parameter in self.parameters:
+                parameter._hp_mapping = None  # type: ignore[attr-defined]  # it holds the masters that were
             self._flat = [m.new_zeros(m.numel() * mesh.dp.size) for m in self.masters]
         self._gradients: list[Tensor] = (
             optimizer.fp32_groups_gradient_flat_partition
