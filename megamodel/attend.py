@@ -317,7 +317,7 @@ def in_blocks(
     for queries, keys in blocks_of(length, seen):
         mask = block_mask(queries, keys, seen, places, positions is not None)
         parts.append(masked(q[:, :, queries], k[:, :, keys], v[:, :, keys], mask, scale))
-    return torch.cat(parts, dim=2)
+    return torch.cat(parts, dim=2) if len(parts) > 1 else parts[0]
 
 
 def _by_documents(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, seen: Seen, scale: float) -> Tensor:

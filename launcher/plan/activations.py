@@ -7,8 +7,9 @@ against what autograd saves. `kept` in a comment names what a number stands for.
 
 from dataclasses import dataclass
 
-from launcher.plan.layout import Layout, Recompute
+from launcher.plan.layout import Layout
 from megamodel.activation import ActivationName
+from megamodel.attend import QUERIES
 from megamodel.attention import GroupedAttention
 from megamodel.block import LAYOUTS
 from megamodel.config import LayerSettings, Model
@@ -55,8 +56,8 @@ def norm_kept(norm: Norm, width: float, b: int, *, input_known: bool = False) ->
     return given + hat + statistics
 
 
-def attention_kept(model: Model, own: LayerSettings, length: int, b: int, tp: int, documents: bool) -> float:
-    attention = own.attention
+def attention_kept(model: Model, own: LayerSettings, length: int, layout: Layout, documents: bool) -> float:
+    attention, b, tp, widens = own.attention, layout.number_bytes, layout.tp, layout.widens
     heads = attention.n_heads / tp
     if not isinstance(attention, GroupedAttention.Config):
         # Latent attention, roughly: compressed and expanded q, k, v, their rotated copies, the output.
@@ -71,10 +72,15 @@ def attention_kept(model: Model, own: LayerSettings, length: int, b: int, tp: in
             rows = count if attention.qk_norm.scope != "projection" else 1
             kept += norm_kept(attention.qk_norm.norm, count * width / rows, b, input_known=True) * rows
     kept += product if attention.clip is not None else 0.0
+    turned = isinstance(own.position, Rope.Config)
     if isinstance(own.position, Rope.Config):
-        kept += b * (heads + keys) * width if is_fused else 0.0  # rotated q and k
+        kept += b * (heads + keys) * width if is_fused and not widens else 0.0  # rotated q and k
         kept += 4 * int(own.position.fraction * width)  # cosines and sines in fp32
-    return kept + scores_kept(model, own, length, b, heads, documents)
+    if not widens:
+        return kept + scores_kept(model, own, length, b, heads, documents)
+    # q, k and v in fp32 in the place of the product that nobody reads any more; the output in both.
+    kept += 4 * (heads + 2 * keys) * width - (product if turned and is_fused and not normed else 0.0)
+    return kept + b * heads * width + scores_kept(model, own, length, 4, heads, documents)
 
 
 def unfused(model: Model, own: LayerSettings) -> bool:
@@ -86,20 +92,33 @@ def unfused(model: Model, own: LayerSettings) -> bool:
 def scores_kept(
     model: Model, own: LayerSettings, length: int, b: int, heads: float, documents: bool
 ) -> float:
-    """kept: the output and a sum a head; without a fused kernel the scores; with a mask the mask."""
-    attention = own.attention
+    """kept: the output and a sum a head. What is beyond torch's own attention keeps its scores where there is
+    one block of queries, and makes them again where there are several; masks of windows; a bias."""
+    attention, several = own.attention, length > QUERIES
     output = b * heads * attention.value_width
+    joined = output if several else 0.0  # the blocks' outputs, and all of them in one
     if unfused(model, own):
+        if several:
+            return joined + output
         capped, dropped = attention.softcap is not None, model.dropout.attention > 0
         scores = 4.0 + (b if b < 4 or dropped else 0)  # the softmax, and as the product reads it
         scores += 4 * capped + dropped
-        copies = b * heads * (2 * attention.query_width + attention.value_width)  # q, repeated k and v
+        keys = heads * getattr(attention, "n_kv_heads", attention.n_heads) / attention.n_heads
+        copies = b * (heads * attention.query_width + keys * (attention.query_width + attention.value_width))
         return output + copies + heads * length * scores + length  # and the mask
-    biased = own.position.kind in ("alibi", "buckets")
-    masked = documents or (attention.window is not None and attention.window < length)
-    masked = masked or attention.sparse != "none"
-    mask = length * b * (heads if biased else 1) if masked or biased else 0
-    return output + 4 * heads + mask
+    if own.position.kind in ("alibi", "buckets"):
+        summand = length * (b + 4) * heads if several else length * b * heads
+        return output + 4 * heads + summand
+    if attention.sparse == "none" and (attention.window is None or attention.window >= length):
+        return output + 4 * heads + (output if documents else 0.0)  # each document's, and all in one
+    return output + joined + 4 * heads + b * mean_block_keys(attention.window, length)
+
+
+def mean_block_keys(window: int | None, length: int) -> float:
+    """Keys in the mask of a query's block, on average over the queries of a row."""
+    reach = length if window is None else window - 1
+    blocks = [(first, min(first + QUERIES, length)) for first in range(0, length, QUERIES)]
+    return sum((stop - max(first - reach, 0)) * (stop - first) for first, stop in blocks) / length
 
 
 def feedforward_kept(model: Model, own: LayerSettings, b: int, tp: int) -> float:
@@ -119,7 +138,7 @@ def feedforward_kept(model: Model, own: LayerSettings, b: int, tp: int) -> float
 def block_kept(model: Model, own: LayerSettings, length: int, layout: Layout, *, documents: bool) -> Kept:
     """All of a block: its sublayers, the norms where they stand, and the inputs of its products."""
     b, form, width = layout.number_bytes, LAYOUTS[model.layout], model.d_model
-    inner = attention_kept(model, own, length, b, layout.tp, documents)
+    inner = attention_kept(model, own, length, layout, documents)
     inner += feedforward_kept(model, own, b, layout.tp)
     inputs = (1 if form.shared else 2) * b * width  # of q, k, v and of the feed-forward, after the gathering
     norms = form.norms * norm_kept(model.norm, width, b)
@@ -128,11 +147,17 @@ def block_kept(model: Model, own: LayerSettings, length: int, layout: Layout, *,
     return Kept(whole=inner + inputs, split=norms)
 
 
-def recomputed_kept(kept: Kept, model: Model, recompute: Recompute, layout: Layout) -> Kept:
-    """What stays until backward: all, or the input of the block alone. Other modes count as none."""
-    if recompute == "block":
-        return Kept(split=layout.number_bytes * model.d_model)
-    return kept
+def recomputed_kept(kept: Kept, model: Model, own: LayerSettings, layout: Layout) -> Kept:
+    """What stays until backward: all; the input of the block; or, of an attention that is made again, its
+    input beside the rest of the block."""
+    b, form, width = layout.number_bytes, LAYOUTS[model.layout], model.d_model
+    if layout.recompute == "block":
+        return Kept(split=b * width)
+    if layout.recompute != "attention":
+        return kept
+    rest = feedforward_kept(model, own, b, layout.tp) + b * width
+    norms = (0 if form.shared else form.norms / 2) * norm_kept(model.norm, width, b)
+    return Kept(whole=rest, split=norms + b * width)
 
 
 def head_kept(model: Model, layout: Layout) -> Kept:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-Recompute = Literal["none", "attention", "selective", "block"]
+Recompute = Literal["none", "attention", "scores", "selective", "block"]
 Precision = Literal["fp32", "bf16"]
 NUMBER_BYTES: dict[Precision, int] = {"fp32": 4, "bf16": 2}
 
@@ -18,11 +18,13 @@ class Recomputed:
     communication: float  # of the tensor-parallel collectives of the forward pass
 
 
-# attention: scores and their softmax, as Megatron-LM's "selective" (Korthikanti et al. 2022); selective:
-# every other product and all that is pointwise, as torchtitan's. Training offers those it names itself.
+# attention: the attention with its products, about a third of a block; scores: scores and their softmax, as
+# Megatron-LM's "selective" (Korthikanti et al. 2022); selective: every other product and all that is
+# pointwise, as torchtitan's. Training offers those it names itself.
 RECOMPUTED: dict[Recompute, Recomputed] = {
     "none": Recomputed(0.0, 0.0, 0.0, 0.0),
-    "attention": Recomputed(0.0, 1.0, 0.0, 0.0),
+    "attention": Recomputed(1 / 3, 1.0, 0.5, 0.5),
+    "scores": Recomputed(0.0, 1.0, 0.0, 0.0),
     "selective": Recomputed(0.5, 0.0, 1.0, 0.0),
     "block": Recomputed(1.0, 1.0, 1.0, 1.0),
 }
@@ -50,12 +52,12 @@ class Method:
     update_bytes: int = 34  # master, two moments: read and written; gradient read; weight written, in fp32
 
 
-# The engine: DeepSpeed's ZeRO 1 under its pipeline rounds the summed gradients to 16 bit, all-reduces them
-# after the last micro-batch and gathers weights after the update; in fp32 we scatter. Nothing overlaps.
+# The engine under ZeRO 1 scatters the gradients' sums in fp32 after the last micro-batch and gathers weights
+# after the update. Nothing overlaps.
 # The others are what published runs used: Megatron-LM's data parallelism of 2021 (16-bit all-reduce at the
 # end), its distributed optimizer, FSDP that gathers each layer twice a micro-batch, Llama 3's once a step.
 METHODS: dict[str, Method] = {
-    "engine": Method(2, 2, 2, 1, False, 0.0),
+    "engine": Method(4, 1, 2, 1, False, 0.0),
     "engine_fp32": Method(4, 1, 4, 1, False, 0.0),
     "ddp": Method(2, 2, 0, 0, False, 0.0, shard_state=False, split_transfers=True),
     "zero1": Method(4, 1, 2, 1, False, 0.5, split_transfers=True),
@@ -75,6 +77,7 @@ class Layout:
     accumulation: int = 1
     sequence_parallel: bool = False
     recompute: Recompute = "none"
+    widens: bool = False  # 16-bit attention and products in fp32, as on a CPU without units for 16 bit
     stage_layers: tuple[int, ...] | None = None
     chunks: int = 1
     method: str = "engine"

@@ -1,28 +1,25 @@
-"""Bytes of one rank of each pipeline stage, by kind, at the moment of a step when there are most: while the
-activations are there, or, in bf16, when the gradients are joined to be reduced.
+"""Bytes of one rank of each pipeline stage, by kind, while most of the activations are there.
 
-n parameters of the rank, dp data ranks. The engine under ZeRO 1 holds, besides the weights of n numbers:
-bf16: fp32 gradients 4 n and 16-bit ones 2 n, masters 4 n / dp, moments 8 n / dp; fp32: gradients twice, 8 n,
-moments 8 n / dp and a copy of 4 n / dp that DeepSpeed makes for masters, which here are the weights.
+n parameters of the rank, dp data ranks. The engine under ZeRO 1 holds, besides the weights of n numbers, fp32
+gradients 4 n and moments 8 n / dp; in bf16 also masters 4 n / dp, which in fp32 are the weights themselves.
 """
 
 from dataclasses import dataclass, fields, replace
 
+import torch
+
 from checkpoints.config import Checkpoint
+from conf.typed import parse
 from launcher.plan.activations import block_kept, head_kept, recomputed_kept
 from launcher.plan.layout import Layout
 from launcher.plan.parameters import Count, Parameters
 from megamodel.config import Model
+from megamodel.kernels.config import Kernels
+from megamodel.kernels.head import CACHE_BYTES
 from parallel.mesh import Group
 from parallel.tensor import VocabularyShard
 
-LOGITS_HELD = 2  # micro-batches: DeepSpeed's buffer keeps the outputs of the one before
-CHUNK_BYTES = {
-    "cpu": 4 << 20,
-    "gpu": 64 << 20,
-}  # rows of logits in fp32 that the loss works on, megamodel/loss.py
-REDUCED_AT_ONCE = 500_000_000  # numbers that DeepSpeed's bf16 optimizer joins in fp32 and rounds to reduce
-BUCKET_BYTES = {"cpu": 0, "gpu": 4 * 500_000_000}  # DeepSpeed's reduce bucket in fp32; on a CPU never touched
+HIDDEN_HELD = 2  # micro-batches: DeepSpeed's buffer keeps the outputs of the one before
 
 
 @dataclass(frozen=True)
@@ -55,14 +52,25 @@ class Bytes:
 class Memory:
     """Memory of one model at one sequence length; documents: whether they are told apart by a mask."""
 
-    def __init__(self, model: Model, length: int, *, documents: bool, on_cpu: bool) -> None:
+    def __init__(
+        self,
+        model: Model,
+        length: int,
+        *,
+        documents: bool,
+        on_cpu: bool,
+        kernels: Kernels | None = None,
+    ) -> None:
         self.model, self.length, self.documents = model, length, documents
         self.place = "cpu" if on_cpu else "gpu"
+        self.workspace_bytes = (kernels or parse(Kernels, {})).workspace_bytes
+        self.widens = on_cpu and not torch.cpu._is_amx_tile_supported()
         self.parameters = Parameters(model)
         self._kept: dict[tuple[object, ...], tuple[list[float], list[float]]] = {}
 
     def stages(self, layout: Layout, bounds: list[int], checkpoint: Checkpoint) -> list[Bytes]:
         """One rank of each stage; the tp and data ranks of a stage hold equally much."""
+        layout = replace(layout, widens=self.widens and layout.precision == "bf16")
         counts = self.parameters.of_stages(bounds, layout.tp)
         return [
             self._stage(layout, stage, bounds[stage], bounds[stage + 1], counts[stage], checkpoint)
@@ -77,25 +85,28 @@ class Memory:
         tokens, flight = layout.micro_batch * self.length, layout.in_flight(stage)
         kept, whole = self._blocks(layout)
         activations = flight * tokens * sum(kept[first:stop])
-        workspace = tokens * max(whole[first:stop]) if layout.recompute == "block" else 0.0
+        again = layout.recompute != "none"
+        workspace = tokens * (max(whole[first:stop]) - min(kept[first:stop])) if again else 0.0
+        if layout.widens:  # operand and result of the widest product in fp32
+            inner = self.model.feedforward.d_ff * (2 if self.model.feedforward.gated else 1) / layout.tp
+            workspace += 4 * tokens * (self.model.d_model + inner)
         logits = 0.0
         if is_last:
-            columns = VocabularyShard(self.model.vocab_size, _group(layout.tp)).true_rows
+            shard = VocabularyShard(self.model.vocab_size, _group(layout.tp))
             activations += tokens * head_kept(self.model, layout).on_rank(layout)
-            logits = min(LOGITS_HELD, m) * tokens * columns * b
-            chunk = min(CHUNK_BYTES[self.place], 4 * tokens * columns)
-            # The gradient of the head's matrix, before it is added to what is there; in 16 bit two chunks.
-            head = chunk * (2 if b == 2 else 1) + b * columns * self.model.d_model
-            workspace = max(workspace, head)
-        gradients = (4 + b) * n
-        if m == 1 and not is_last:
-            gradients = 4 * n + _rising(b * n, activations)
-        elif m == 1:
-            gradients = 4 * n + _rising(b * n, activations + logits + workspace)
-        computing = Bytes(
+            activations += (min(HIDDEN_HELD, m) - 1) * tokens * b * self.model.d_model
+            logits, gradient = self._head(layout, tokens, shard)
+            if logits + gradient >= workspace:
+                workspace = gradient
+            else:  # they are gone when the first block is made again
+                logits = 0.0
+        if stage == 0:  # the gradient of the embedding before it is added to the rest
+            rows = VocabularyShard(self.model.vocab_size, _group(layout.tp)).rows
+            workspace = max(workspace, b * rows * self.model.d_model)
+        return Bytes(
             weights=b * n,
-            gradients=round(gradients),
-            masters=round(4 * n / layout.dp),
+            gradients=4 * n,
+            masters=round(4 * n / layout.dp) if layout.precision == "bf16" else 0,
             moments=round(8 * n / layout.dp),
             activations=round(activations),
             logits=round(logits),
@@ -103,15 +114,23 @@ class Memory:
             buffers=round(self._buffers(layout, stage, tokens, flight)),
             snapshots=round(_copies(checkpoint) * 12 * n / layout.dp),
         )
-        if layout.precision == "fp32":
-            return computing
-        joined = (4 + b) * min(n, REDUCED_AT_ONCE)
-        reducing = replace(computing, gradients=(4 + b) * n, activations=0, workspace=joined)
-        return max(computing, reducing, key=lambda held: held.total)
+
+    def _head(self, layout: Layout, tokens: int, shard: VocabularyShard) -> tuple[float, float]:
+        """(logits that are held at once, the gradients of both operands and what they are made of)."""
+        b = 4 if layout.widens else layout.number_bytes
+        chunk = min(tokens, max(1, self.workspace_bytes // (4 * shard.rows)))
+        matrix = shard.rows * self.model.d_model
+        summed = 4 if chunk < tokens and 4 * matrix <= self.workspace_bytes else b
+        gradient = matrix * summed + (matrix * layout.number_bytes if summed != layout.number_bytes else 0)
+        copies = 4 * matrix if layout.widens else 0  # the weight itself in fp32
+        hidden = tokens * self.model.d_model * layout.number_bytes
+        # Over several ranks log Z is known after a first pass: two blocks of rows in fp32 beside the logits.
+        blocks = 2 * min(CACHE_BYTES, chunk * shard.true_rows * 4) if layout.tp > 1 else 0
+        return chunk * shard.true_rows * b, gradient + copies + hidden + blocks
 
     def _blocks(self, layout: Layout) -> tuple[list[float], list[float]]:
         """Bytes that each block keeps of a token until backward, and while it computes again."""
-        key = (layout.tp, layout.sequence_parallel, layout.recompute, layout.precision)
+        key = (layout.tp, layout.sequence_parallel, layout.recompute, layout.precision, layout.widens)
         if key not in self._kept:
             seen: list[tuple[object, float, float]] = []
             kept, whole = [], []
@@ -119,7 +138,7 @@ class Memory:
                 known = next(((a, c) for kind, a, c in seen if kind == own), None)
                 if known is None:
                     full = block_kept(self.model, own, self.length, layout, documents=self.documents)
-                    left = recomputed_kept(full, self.model, layout.recompute, layout)
+                    left = recomputed_kept(full, self.model, own, layout)
                     known = (left.on_rank(layout), full.on_rank(layout))
                     seen.append((own, *known))
                 kept.append(known[0])
@@ -128,22 +147,16 @@ class Memory:
         return self._kept[key]
 
     def _buffers(self, layout: Layout, stage: int, tokens: int, flight: int) -> float:
-        """The stream at the stage's borders, once a micro-batch in flight and to receive; the bucket."""
+        """The stream at the stage's borders, once a micro-batch in flight and to receive."""
         split = layout.tp if layout.sequence_parallel else 1
         stream = tokens * self.model.d_model * layout.number_bytes / split
         incoming = (1 + flight) * stream if stage else 0.0
         outgoing = (1 + flight) * stream if stage < layout.pp - 1 else 0.0
-        bucket = BUCKET_BYTES[self.place] if layout.precision == "fp32" else 0
-        return incoming + outgoing + bucket
+        return incoming + outgoing
 
 
 def _group(tp: int) -> Group:
     return Group(tuple(range(tp)), 0, None)
-
-
-def _rising(gradients: float, falling: float) -> float:
-    """With one micro-batch gradients come as activations go: what they add to the peak."""
-    return max(gradients - falling, 0.0)
 
 
 def _copies(checkpoint: Checkpoint) -> int:
@@ -174,7 +187,7 @@ LEVERS = {
     "gradients": "raise parallel.tp or parallel.pp: ZeRO 1 keeps whole gradients on each rank",
     "masters": "use more GPUs: ZeRO 1 splits masters over dp",
     "moments": "use more GPUs: ZeRO 1 splits moments over dp; or raise parallel.tp or parallel.pp",
-    "logits": "lower train.micro_batch or raise parallel.tp, which splits the vocabulary",
+    "logits": "lower kernels.workspace_bytes, or raise parallel.tp, which splits the vocabulary",
     "workspace": "lower train.micro_batch",
     "buffers": "lower train.micro_batch",
 }

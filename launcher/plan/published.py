@@ -100,7 +100,7 @@ def _row(row: dict[str, str]) -> Published:
         dp=dp,
         micro_batch=micro or 1,
         accumulation=max(share // (micro or 1), 1),
-        recompute="attention" if recompute == "selective" and not is_fused else recompute,
+        recompute="scores" if recompute == "selective" and not is_fused else recompute,
         sequence_parallel=tp > 1 and (is_fused or recompute == "selective"),
         chunks=chunks or 1,
         method=_choice({"dp_kind": method}, "dp_kind", {name: name for name in METHODS}),

@@ -1,12 +1,12 @@
 """torch.compile of blocks: whether it can be, and how often it was."""
 
+import importlib.util
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._dynamo.utils import counters
 
 LIMIT = 16  # forms of one block that are compiled before the rest runs as it is
 
@@ -23,19 +23,11 @@ class Compiled:
 def problem(*, cuda: bool) -> str | None:
     """Why torch.compile cannot be used here; None where it can."""
     if cuda:
-        import importlib.util
-
-        return None if importlib.util.find_spec("triton") else "torch.compile needs triton on a GPU"
-    from torch._inductor import config, cpp_builder
-
-    wanted = config.cpp.cxx if isinstance(config.cpp.cxx, (list, tuple)) else (config.cpp.cxx,)
-    if any(name and shutil.which(name) for name in wanted):
+        found = importlib.util.find_spec("triton") is not None
+        return None if found else "torch.compile needs triton on a GPU"
+    if any(shutil.which(name) for name in ("g++", "clang++", "c++")):
         return None
-    try:
-        cpp_builder.get_cpp_compiler()
-    except Exception:
-        return "torch.compile needs a C++ compiler (g++ or clang++) on a CPU, and there is none"
-    return None
+    return "torch.compile needs a C++ compiler (g++ or clang++) on a CPU, and there is none"
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -46,5 +38,7 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def counted() -> Compiled:
     """What was compiled so far."""
+    from torch._dynamo.utils import counters  # costs a second at the start of what compiles nothing
+
     limit = any("recompile_limit" in str(reason) for reason in counters["graph_break"])
     return Compiled(counters["stats"]["unique_graphs"], sum(counters["graph_break"].values()), limit)

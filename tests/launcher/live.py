@@ -8,8 +8,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from conf.typed import parse
+from megamodel.choose import choose, chunked, equip, this_machine
 from megamodel.config import Model
 from megamodel.data.batch import Batch
+from megamodel.kernels.config import Kernels
 from megamodel.loss import Loss
 from megamodel.model import layers
 from megamodel.optim import Optim, adamw
@@ -59,6 +61,7 @@ def peak_of_a_step(
     model, parallel = parse(Model, raw), parse(Parallel, split)
     mesh = build_mesh(tp=parallel.tp, pp=parallel.pp, device=torch.device("cpu"))
     shard = VocabularyShard(model.vocab_size, mesh.tp)
+    choices = choose(Kernels(), this_machine(mesh.device), precision)  # type: ignore[arg-type]
     live = Live(limit=1_000_000_000)
     with live:
         engine = Engine(
@@ -67,9 +70,16 @@ def peak_of_a_step(
                 seed=1,
                 documents=documents,
                 parallel=TensorParallel(mesh.tp, sequence=parallel.sequence_parallel),
-                recompute=parallel.recompute == "block",
+                recompute=parallel.recompute,
+                equip=lambda module: equip(module, choices),
             ),
-            Loss(z_weight=0.0, start=shard.start, group=mesh.tp, consume=True),
+            Loss(
+                z_weight=0.0,
+                start=shard.start,
+                group=mesh.tp,
+                consume=True,
+                chunked=chunked(choices, Kernels()),
+            ),
             mesh=mesh,
             make_optimizer=lambda module: adamw(module, parse(Optim, {})),
             precision=precision,  # type: ignore[arg-type]
