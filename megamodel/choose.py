@@ -3,7 +3,7 @@
 import importlib
 import importlib.util
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Literal
 
 import torch
@@ -20,7 +20,7 @@ from megamodel.kernels.products import widened
 from megamodel.moe import Experts
 from megamodel.norm import Normalise
 from megamodel.position import Rope
-from parallel.tensor import ColumnLinear, InnerLinear, RowLinear
+from parallel.tensor import ColumnLinear, InnerLinear, Product, RowLinear
 
 Precision = Literal["fp32", "bf16"]
 POINTWISE = {
@@ -33,12 +33,14 @@ LINEAR = (ColumnLinear, InnerLinear, RowLinear, Experts)
 
 @dataclass(frozen=True)
 class Machine:
-    """What the choice depends on. compiler: what is wrong with the one that torch.compile needs, or None."""
+    """What the choice depends on. compiler: what is wrong with the one that torch.compile needs, or None;
+    float8: why 8-bit products are impossible, or None."""
 
     cuda: bool
     matrix_units: bool  # of a CPU, for 16-bit numbers (AMX)
     triton: bool
     compiler: str | None
+    float8: str | None = "8-bit products need a GPU of compute capability 8.9 or newer"
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,18 @@ def this_machine(device: torch.device) -> Machine:
         matrix_units=not cuda and bool(torch.cpu._is_amx_tile_supported()),
         triton=importlib.util.find_spec("triton") is not None,
         compiler=compiler_problem(cuda=cuda),
+        float8=_float8_problem(device),
     )
+
+
+def _float8_problem(device: torch.device) -> str | None:
+    if device.type != "cuda":
+        return Machine.float8
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (8, 9) and torch.version.hip is None:
+        return f"{Machine.float8}; this one has {capability[0]}.{capability[1]}"
+    found = importlib.util.find_spec("torchao") is not None
+    return None if found else "torchao is not installed; pip install 'megamodel[float8]'"
 
 
 def choose(settings: Kernels, machine: Machine, precision: Precision) -> dict[str, Choice]:
@@ -102,9 +115,11 @@ def _products(machine: Machine, precision: Precision) -> Choice:
     only = None if precision == "bf16" and not machine.cuda else "fp32 on a GPU is no faster than 16 bit"
     if precision == "fp32":
         only = "the numbers are fp32 already"
+    float8 = machine.float8 if precision == "bf16" else "8-bit products are for train.precision=bf16"
     forms = (
         Form("native", "one product in the numbers' own type"),
         Form("widened", "16-bit operands in fp32, the result rounded once", only),
+        Form("float8", "8-bit operands, scaled at each use, through torchao; other numbers", float8),
     )
     if only is None and not machine.matrix_units:
         why = "a CPU without units for 16-bit matrices multiplies fp32 numbers faster"
@@ -187,8 +202,8 @@ def chunked(choices: dict[str, Choice], settings: Kernels) -> Chunked | None:
 def equip(module: nn.Module, choices: dict[str, Choice]) -> None:
     """Give the parts of a model the forms that were chosen."""
     for part in module.modules():
-        if isinstance(part, LINEAR) and choices["products"].form == "widened":
-            part.product = widened
+        if isinstance(part, LINEAR) and choices["products"].form != "native":
+            part.product = _product(choices["products"].form)
         if isinstance(part, Attend):
             part.backend = choices["attention"].form  # type: ignore[assignment]
             part.widens = choices["products"].form == "widened"
@@ -205,6 +220,13 @@ def equip(module: nn.Module, choices: dict[str, Choice]) -> None:
             kernels, how = _triton("gate"), {"activation": form.activation}
             part.activation = partial(kernels.activate, **how)
             part.gate = partial(kernels.gate, **how, clamp=form.clamp, alpha=form.alpha)
+
+
+@lru_cache
+def _product(form: str) -> Product:
+    if form == "widened":
+        return widened
+    return importlib.import_module("megamodel.kernels.float8").Float8Product()
 
 
 def _equip_rotation(part: nn.Module) -> None:

@@ -34,6 +34,7 @@ OPTIONAL = {
     "sentencepiece",
     "transformers",
     "lm_eval",
+    "torchao",
 }  # extras, imported behind a guard
 DISTRIBUTIONS = {"hydra": "hydra-core", "PIL": "pillow"}
 PICKLES = {"pickle", "cPickle", "_pickle", "dill", "joblib", "cloudpickle", "shelve", "marshal"}

@@ -9,10 +9,10 @@ from conf.typed import config, setting
 class Kernels:
     """How operations are computed; what they compute is the same up to rounding."""
 
-    products: Literal["auto", "native", "widened"] = setting(
+    products: Literal["auto", "native", "widened", "float8"] = setting(
         "auto",
         on_resume="free",
-        help="16-bit matrix products: in 16 bit, or in fp32 where that is faster (CPUs without AMX)",
+        help="16-bit matrix products: in 16 bit, in fp32 (faster on CPUs without AMX), in 8 bit by torchao",
     )
     head: Literal["auto", "whole", "chunked"] = setting(
         "auto",

@@ -1,5 +1,6 @@
 """Which form is chosen where, what is refused, and that a model equipped with a form computes the same."""
 
+import importlib.util
 import os
 from dataclasses import replace
 from typing import Any
@@ -59,11 +60,44 @@ def test_what_is_chosen(machine: Machine, precision: Any, settings: Any, expecte
         (CPU, {"experts": "grouped"}, "grouped products need bf16 on a GPU; use auto or loop, sorted"),
         (replace(CPU, compiler="no compiler"), {"compile": "block"}, "compile=block .*: no compiler; use"),
         (CPU, {"products": "widened"}, "the numbers are fp32 already"),
+        (CPU, {"products": "float8"}, "8-bit products are for train.precision=bf16"),
     ],
 )
 def test_what_is_impossible_is_refused(machine: Machine, settings: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         choose(parse(Kernels, settings), machine, "fp32")
+
+
+@pytest.mark.parametrize("machine", [CPU, GPU])
+def test_8_bit_products_are_refused_with_the_reason(machine: Machine) -> None:
+    with pytest.raises(ValueError, match=r"float8 is not possible here: .* compute capability 8\.9 or newer"):
+        choose(Kernels(products="float8"), machine, "bf16")
+    missing = replace(GPU, float8="torchao is not installed")
+    with pytest.raises(ValueError, match="torchao is not installed; use auto or native"):
+        choose(Kernels(products="float8"), missing, "bf16")
+    assert choose(Kernels(products="float8"), replace(GPU, float8=None), "bf16")["products"].form == "float8"
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("torchao") is None,
+    reason="torchao is not installed; pip install 'megamodel[float8]'",
+)
+def test_8_bit_products_are_within_their_rounding() -> None:
+    """Elements are off by up to 2^-4 with three bits of mantissa, 2^-3 with the two of a gradient."""
+    from megamodel.kernels.float8 import Float8Product
+
+    torch.manual_seed(0)
+    x, weight = torch.randn(5, 64, dtype=torch.bfloat16), torch.randn(32, 64, dtype=torch.bfloat16)
+    x.requires_grad_()
+    weight.requires_grad_()
+    got = Float8Product(emulate=True)(x, weight)
+    want = x.double() @ weight.double().t()
+    upstream = torch.randn_like(want)
+    expected = torch.autograd.grad(want, (x, weight), upstream)
+    found = torch.autograd.grad(got, (x, weight), upstream.to(got.dtype))
+    for a, b in zip((got, *found), (want, *expected), strict=True):
+        error = (a.double() - b.double()).norm() / b.double().norm()
+        assert 0 < error < 0.1
 
 
 def test_the_command_tells_every_form(capsys: pytest.CaptureFixture[str]) -> None:
