@@ -17,7 +17,7 @@ from megamodel.cache import Cache
 from megamodel.config import Logits, Model
 from megamodel.dropout import Clock, KeyedDropout
 from megamodel.init import initialise
-from megamodel.kernels.head import Projection, VocabularyRows
+from megamodel.kernels.head import Projection, VocabularyRows, projected
 from megamodel.norm import build_norm
 from megamodel.position import (
     ABSOLUTE,
@@ -74,7 +74,7 @@ class Tail(nn.Module):
         self.bias = VocabularyBias("head.bias", settings.vocab_size, parallel.group)
 
     def forward(self, made: Projection) -> Projection:
-        return replace(made, bias=self.bias.weight)
+        return Projection(made.x, replace(made.output, bias=self.bias.weight))
 
 
 def needs_entry(settings: Model) -> bool:
@@ -152,7 +152,7 @@ def projection(matrix: VocabularyMatrix, settings: Logits, x: Tensor) -> Project
         softcap=settings.softcap,
     )
     bias = None if matrix.bias is None else matrix.bias.weight
-    return Projection(matrix.parallel.enter(x), matrix.weight, bias, rows)
+    return projected(matrix.parallel.enter(x), matrix.weight, bias, rows)
 
 
 def site(name: str, settings: Model, parallel: TensorParallel, width: int | None = None) -> Site:

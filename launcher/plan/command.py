@@ -20,6 +20,7 @@ from launcher.sections import Train
 from megamodel.accounting import Flops, flops_per_token, parameter_count
 from megamodel.config import Model
 from megamodel.data.config import Data
+from megamodel.kernels.config import Kernels
 from megamodel.optim import Optim
 from parallel.config import Parallel
 
@@ -36,6 +37,7 @@ class PlannedSplit:
     recompute: Recompute | None = setting(
         None, on_resume="free", help="what backward computes again; null: searched"
     )
+    recompute_every: int = setting(1, on_resume="free", help="recompute only every n-th block")
     stage_layers: list[int] | None = setting(
         None, on_resume="free", help="blocks of each pipeline stage; null balances by cost"
     )
@@ -58,6 +60,7 @@ class Plan:
 
     model: Model = setting(factory=Model, on_resume="free", help="the architecture")
     parallel: PlannedSplit = setting(factory=PlannedSplit, on_resume="free", help="the split over GPUs")
+    kernels: Kernels = setting(factory=Kernels, on_resume="free", help="forms of operations")
     data: Data = setting(factory=Data, on_resume="free", help="data.isolate_documents costs a mask")
     train: Train = setting(factory=Train, on_resume="free", help="length, batches, precision")
     optim: Optim = setting(factory=Optim, on_resume="free", help="AdamW")
@@ -168,6 +171,7 @@ def made(tree: Plan) -> Report:
         gpus=tree.gpus,
         precision=precision,
         documents=tree.data.isolate_documents,
+        kernels=tree.kernels,
         on_cpu=on_cpu,
     )
     found = planner.search(wanted(tree))
@@ -194,6 +198,7 @@ def wanted(tree: Plan) -> Wanted:
         sequence_parallel=split.sequence_parallel,
         recompute=split.recompute,
         micro_batch=tree.train.micro_batch,
+        recompute_every=split.recompute_every,
         stage_layers=tuple(split.stage_layers) if split.stage_layers else None,
     )
 

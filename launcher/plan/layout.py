@@ -77,6 +77,7 @@ class Layout:
     accumulation: int = 1
     sequence_parallel: bool = False
     recompute: Recompute = "none"
+    recompute_every: int = 1  # only every so many blocks
     widens: bool = False  # 16-bit attention and products in fp32, as on a CPU without units for 16 bit
     stage_layers: tuple[int, ...] | None = None
     chunks: int = 1
@@ -109,5 +110,6 @@ class Layout:
     def __str__(self) -> str:
         parts = [f"tp {self.tp}", f"pp {self.pp}", f"dp {self.dp}", f"micro-batch {self.micro_batch}"]
         parts += ["sequence parallel"] * self.sequence_parallel
-        parts += [f"recompute {self.recompute}"] if self.recompute != "none" else []
+        every = f", every {self.recompute_every}" if self.recompute_every > 1 else ""
+        parts += [f"recompute {self.recompute}{every}"] if self.recompute != "none" else []
         return ", ".join(parts)

@@ -85,8 +85,7 @@ class Memory:
         tokens, flight = layout.micro_batch * self.length, layout.in_flight(stage)
         kept, whole = self._blocks(layout)
         activations = flight * tokens * sum(kept[first:stop])
-        again = layout.recompute != "none"
-        workspace = tokens * (max(whole[first:stop]) - min(kept[first:stop])) if again else 0.0
+        workspace = tokens * _made_again(kept[first:stop], whole[first:stop])
         if layout.widens:  # operand and result of the widest product in fp32
             inner = self.model.feedforward.d_ff * (2 if self.model.feedforward.gated else 1) / layout.tp
             workspace += 4 * tokens * (self.model.d_model + inner)
@@ -130,18 +129,19 @@ class Memory:
 
     def _blocks(self, layout: Layout) -> tuple[list[float], list[float]]:
         """Bytes that each block keeps of a token until backward, and while it computes again."""
-        key = (layout.tp, layout.sequence_parallel, layout.recompute, layout.precision, layout.widens)
+        again = (layout.recompute, layout.recompute_every)
+        key = (layout.tp, layout.sequence_parallel, *again, layout.precision, layout.widens)
         if key not in self._kept:
             seen: list[tuple[object, float, float]] = []
             kept, whole = [], []
-            for own in self.model.layers:
+            for number, own in enumerate(self.model.layers):
                 known = next(((a, c) for kind, a, c in seen if kind == own), None)
                 if known is None:
                     full = block_kept(self.model, own, self.length, layout, documents=self.documents)
                     left = recomputed_kept(full, self.model, own, layout)
                     known = (left.on_rank(layout), full.on_rank(layout))
                     seen.append((own, *known))
-                kept.append(known[0])
+                kept.append(known[1] if number % layout.recompute_every else known[0])
                 whole.append(known[1])
             self._kept[key] = (kept, whole)
         return self._kept[key]
@@ -157,6 +157,13 @@ class Memory:
 
 def _group(tp: int) -> Group:
     return Group(tuple(range(tp)), 0, None)
+
+
+def _made_again(kept: list[float], whole: list[float]) -> float:
+    """What the backward pass of a stage holds at most beyond all that was kept, when blocks are made again:
+    those behind the block in hand are gone by then."""
+    beyond = [w - k - sum(kept[i + 1 :]) for i, (k, w) in enumerate(zip(kept, whole, strict=True))]
+    return max(0.0, *beyond)
 
 
 def _copies(checkpoint: Checkpoint) -> int:

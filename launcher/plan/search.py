@@ -20,6 +20,7 @@ from launcher.plan.timing import StepTime, Timing
 from launcher.sections import Train
 from megamodel.accounting import flops_per_token
 from megamodel.config import Model
+from megamodel.kernels.config import Kernels
 from parallel.config import Parallel
 from parallel.mesh import data_parallel_size
 
@@ -37,6 +38,7 @@ class Wanted:
     sequence_parallel: bool | None = None
     recompute: Recompute | None = None
     micro_batch: int | None = None
+    recompute_every: int = 1
     stage_layers: tuple[int, ...] | None = None
 
 
@@ -75,12 +77,15 @@ class Planner:
         precision: Precision,
         documents: bool,
         on_cpu: bool,
+        kernels: Kernels | None = None,
     ) -> None:
         self.model, self.machine, self.train, self.checkpoint = model, machine, train, checkpoint
         self.gpus = gpus
         self.precision: Precision = precision
         self.timing = Timing(model, machine, train.sequence_length)
-        self.memory = Memory(model, train.sequence_length, documents=documents, on_cpu=on_cpu)
+        self.memory = Memory(
+            model, train.sequence_length, documents=documents, on_cpu=on_cpu, kernels=kernels
+        )
         self.flops_per_token = flops_per_token(model, train.sequence_length).training
 
     def problem(self, wanted: Wanted, tp: int, pp: int, sequence: bool) -> ValueError | None:
@@ -141,6 +146,7 @@ class Planner:
                     accumulation=total // (size * dp),
                     sequence_parallel=sequence,
                     recompute=mode,
+                    recompute_every=wanted.recompute_every,
                     stage_layers=wanted.stage_layers,
                     precision=self.precision,
                 )

@@ -126,6 +126,7 @@ class Timing:
             sequence,
             layout.micro_batch,
             layout.recompute,
+            layout.recompute_every,
             layout.fused_attention,
             layout.precision,
         )
@@ -145,8 +146,9 @@ class Timing:
         for own, numbers in self.kinds:
             work = block_work(self.model, own, length=self.length, tp=tp)
             one = self._pass(work, layout, again, collectives=2, launch=BLOCK_LAUNCH_SECONDS)
+            kept = self._pass(work, layout, NO_RECOMPUTE, collectives=2, launch=BLOCK_LAUNCH_SECONDS)
             for number in numbers:
-                passes[number] = one
+                passes[number] = kept if number % layout.recompute_every else one
         embedding = self._pass(embedding_work(self.model), layout, NO_RECOMPUTE, collectives=1)
         head = self._pass(head_work(self.model, tp=tp), layout, NO_RECOMPUTE, collectives=1)
         return [embedding, *passes, head]

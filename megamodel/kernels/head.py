@@ -5,7 +5,7 @@ N tokens, D width, V true vocabulary, v this rank's true rows of it (the weight 
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -33,24 +33,38 @@ class VocabularyRows:
 
 
 @dataclass(frozen=True)
-class Projection:
-    """Hidden states (B, S, D) with the head that they are for, before there are logits."""
+class OutputMatrix:
+    """The head's weight, of whose rows the first rows.count are true, its bias, and what they are for."""
 
-    x: Tensor
     weight: Tensor
     bias: Tensor | None
     rows: VocabularyRows
 
+
+class Projection(NamedTuple):
+    """Hidden states (B, S, D) with the head that they are for, before there are logits.
+
+    A tuple, because DeepSpeed prepares a backward pass when it sees a tensor in what a stage gives; the
+    matrix is hidden from it, because it would take that for an output too.
+    """
+
+    x: Tensor
+    output: OutputMatrix
+
     def logits(self) -> Tensor:
         """(B, S, v) by the definition."""
-        count = self.rows.count
-        bias = None if self.bias is None else self.bias[:count]
-        logits = F.linear(self.x, self.weight[:count], bias)
-        if self.rows.scale != 1:
-            logits = logits * self.rows.scale
-        if self.rows.softcap is not None:
-            logits = self.rows.softcap * torch.tanh(logits / self.rows.softcap)
+        rows, bias = self.output.rows, self.output.bias
+        bias = None if bias is None else bias[: rows.count]
+        logits = F.linear(self.x, self.output.weight[: rows.count], bias)
+        if rows.scale != 1:
+            logits = logits * rows.scale
+        if rows.softcap is not None:
+            logits = rows.softcap * torch.tanh(logits / rows.softcap)
         return logits
+
+
+def projected(x: Tensor, weight: Tensor, bias: Tensor | None, rows: VocabularyRows) -> Projection:
+    return Projection(x, OutputMatrix(weight, bias, rows))
 
 
 class Entropy(Protocol):
@@ -334,17 +348,17 @@ def linear_cross_entropy(
     objective = coefficient sum over valid tokens of (cross-entropy + z_weight (log Z)^2), all in fp32; 0, 0
     and -inf where the target (B, S) is IGNORE. Holds workspace_bytes of logits at a time, and none after.
     """
-    x, how = projection.x, how or Chunked()
-    tensors = (x, projection.weight, projection.bias)
+    x, output, how = projection.x, projection.output, how or Chunked()
+    tensors = (x, output.weight, output.bias)
     wanted = tuple(torch.is_grad_enabled() and t is not None and t.requires_grad for t in tensors)
     objective, loss, log_z, largest = _Fused.apply(  # type: ignore[misc]
         x.reshape(-1, x.shape[-1]),
-        projection.weight,
-        projection.bias,
+        output.weight,
+        output.bias,
         targets.reshape(-1),
         coefficient,
         z_weight,
-        projection.rows,
+        output.rows,
         how,
         wanted,
     )

@@ -71,6 +71,7 @@ def peak_of_a_step(
                 documents=documents,
                 parallel=TensorParallel(mesh.tp, sequence=parallel.sequence_parallel),
                 recompute=parallel.recompute,
+                recompute_every=parallel.recompute_every,
                 equip=lambda module: equip(module, choices),
             ),
             Loss(

@@ -279,7 +279,7 @@ def test_any_number_of_gpus(gpus: int, capsys: pytest.CaptureFixture[str]) -> No
         (["hardware=h1000"], "hardware=h1000: there is no such choice; the nearest is h100"),
         (["hardware=auto"], "says nothing of the machine to plan for; use hardware=a100, b200, h100"),
         (["train.global_batch=9", "train.micro_batch=2"], "must be a multiple of train.micro_batch (2)"),
-        (["parallel.recompute=attention"], "is not one that training has; use none or block"),
+        (["parallel.recompute=selective"], "is not one that training has; use none or attention or block"),
         (["parallel.tp=0"], "must be at least 1, or null"),
         (["picture=x.gif"], "must end in .png, .svg or .html"),
         (["picture=nowhere/x.png", "parallel.pp=2"], "nowhere/x.png cannot be written"),

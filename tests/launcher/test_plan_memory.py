@@ -122,6 +122,7 @@ STEP = {
         ({"recompute": "block"}, 8, 2, True),
         ({"recompute": "block"}, 1, 2, False),
         ({"recompute": "attention"}, 8, 2, False),
+        ({"recompute": "block", "recompute_every": 2}, 8, 2, False),
         ({"pp": 2}, 4, 4, False),
         ({"tp": 2}, 4, 2, False),
         ({"tp": 2, "sequence_parallel": True}, 4, 2, True),

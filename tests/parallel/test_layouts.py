@@ -1,5 +1,6 @@
 """Loss, norm and state of every layout equal one process that knows nothing of DeepSpeed."""
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -135,3 +136,15 @@ def initial_weights(case: Case) -> dict[tuple[str, str], np.ndarray]:
             flat = parameter.detach().reshape(-1)[piece.start : piece.start + piece.numel]
             found[piece.name, "master"] = flat.view(piece.extent).numpy()
     return found
+
+
+BF16 = [Case(), Case(pp=2, micro_batch=2), Case(tp=2, dp=2, sequence=True), Case(pp=2, tied=True)]
+
+
+@pytest.mark.parametrize("case", BF16, ids=str)
+def test_in_bf16_micro_batches_add_up_to_the_same_gradient(case: Case, ranks: Ranks) -> None:
+    """Within a few roundings of 2^-8: gradients of several micro-batches counted twice would be far off."""
+    expected = reference(replace(case, steps=1, tp=1, pp=1, dp=1, sequence=False, micro_batch=1))
+    for result in ranks.run(case.world, train, replace(case, steps=1, precision="bf16")):
+        np.testing.assert_allclose(result["loss"], expected["loss"], rtol=5e-3)
+        np.testing.assert_allclose(result["norm"], expected["norm"], rtol=2e-2)

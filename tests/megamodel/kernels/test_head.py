@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megamodel.data.batch import IGNORE
-from megamodel.kernels.head import Chunked, Projection, VocabularyRows, linear_cross_entropy
+from megamodel.kernels.head import Chunked, VocabularyRows, linear_cross_entropy, projected
 from parallel.mesh import build_mesh
 from parallel.tensor import VocabularyShard
 from tests.spawn import Ranks
@@ -48,7 +48,7 @@ def compare(
     exact = [t.double().requires_grad_() if t is not None and t.is_floating_point() else t for t in rounded]
     ours = [t.clone().requires_grad_() if t is not None and t.is_floating_point() else t for t in rounded]
     want = definition(exact, rows, 0.37, z)
-    projection = Projection(ours[0], ours[1], ours[2], rows)
+    projection = projected(ours[0], ours[1], ours[2], rows)
     got, *_ = linear_cross_entropy(projection, ours[3], torch.tensor(0.37), z_weight=z, how=how)
     assert got.dtype == torch.float32
     assert float(got) == pytest.approx(float(want), rel=max(TOLERANCE[dtype], 1e-6), abs=1e-6)
@@ -99,7 +99,7 @@ def test_no_token_and_no_valid_target_give_zero() -> None:
     for n, ids in ((0, targets[:, :0]), (6, torch.full_like(targets, IGNORE))):
         hidden, matrix = x[:, :n].float().requires_grad_(), weight.float().requires_grad_()
         found = linear_cross_entropy(
-            Projection(hidden, matrix, None, VocabularyRows(250)), ids, torch.tensor(1.0), z_weight=1e-3
+            projected(hidden, matrix, None, VocabularyRows(250)), ids, torch.tensor(1.0), z_weight=1e-3
         )
         found[0].backward()
         assert float(found[0]) == 0.0
@@ -112,7 +112,7 @@ def test_an_ignored_token_may_be_no_number() -> None:
     targets[0, 3] = IGNORE
     hidden, matrix = x.float().requires_grad_(), weight.float().requires_grad_()
     objective, loss, *_ = linear_cross_entropy(
-        Projection(hidden, matrix, None, VocabularyRows(250)), targets, torch.tensor(1.0)
+        projected(hidden, matrix, None, VocabularyRows(250)), targets, torch.tensor(1.0)
     )
     objective.backward()
     assert objective.isfinite() and loss.isfinite().all()
@@ -123,13 +123,13 @@ def test_what_needs_no_gradient_gets_none() -> None:
     x, weight, _, targets = made(17, 20, 250)
     hidden, frozen = x.float().requires_grad_(), weight.float()
     objective, *_ = linear_cross_entropy(
-        Projection(hidden, frozen, None, VocabularyRows(250)), targets, torch.tensor(1.0)
+        projected(hidden, frozen, None, VocabularyRows(250)), targets, torch.tensor(1.0)
     )
     objective.backward()
     assert hidden.grad is not None and frozen.grad is None
     with torch.no_grad():
         alone, *_ = linear_cross_entropy(
-            Projection(hidden, frozen, None, VocabularyRows(250)), targets, torch.tensor(1.0)
+            projected(hidden, frozen, None, VocabularyRows(250)), targets, torch.tensor(1.0)
         )
     assert float(alone) == pytest.approx(float(objective), rel=1e-6) and not alone.requires_grad
 
@@ -143,7 +143,7 @@ def test_padding_rows_get_no_gradient_and_inputs_may_be_slices() -> None:
     padded[:250] = weight.float()
     around.requires_grad_()
     padded.requires_grad_()
-    projection = Projection(around[:, 1:18, 2:22], padded, None, VocabularyRows(250))
+    projection = projected(around[:, 1:18, 2:22], padded, None, VocabularyRows(250))
     objective, *_ = linear_cross_entropy(projection, targets, torch.tensor(1.0), how=Chunked(4 * 256 * 3))
     objective.backward()
     exact = [x.clone().requires_grad_(), weight.clone().requires_grad_(), None, targets]
@@ -169,7 +169,7 @@ def split(vocabulary: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     rows = VocabularyRows(shard.true_rows, shard.start, group, softcap=3.0)
     how = Chunked(4 * shard.rows * 5)
     objective, *_ = linear_cross_entropy(
-        Projection(hidden, mine, None, rows), targets, torch.tensor(0.5), z_weight=1e-3, how=how
+        projected(hidden, mine, None, rows), targets, torch.tensor(0.5), z_weight=1e-3, how=how
     )
     objective.backward()
     assert hidden.grad is not None and mine.grad is not None
@@ -211,7 +211,7 @@ def run(tokens, vocabulary, width):
     before = status('VmRSS')
     Path('/proc/self/clear_refs').write_text('5')
     how = Chunked(wide={wide})
-    objective, *_ = linear_cross_entropy(Projection(x, w, None, VocabularyRows(vocabulary)), t,
+    objective, *_ = linear_cross_entropy(projected(x, w, None, VocabularyRows(vocabulary)), t,
                                          torch.tensor(1.0), z_weight=1e-4, how=how)
     objective.backward()
     gradients = sum(p.grad.numel() * p.grad.element_size() for p in (x, w))
