@@ -8,17 +8,14 @@ import math
 import os
 import time
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from launcher.metrics import append_line, encoded
-from launcher.rundirectory import naming
+from launcher.rundirectory import RunDirectory, naming
 from parallel.engine import Engine
 from parallel.exchange import Exchange
-
-FILE = "layers.jsonl"
 
 
 def layer_of(name: str) -> str:
@@ -41,8 +38,8 @@ def in_order(layers: Iterable[str]) -> list[str]:
 class LayerStatistics:
     """Made on every rank; `look` while there are gradients, `write` after the attempt. every: of steps."""
 
-    def __init__(self, directory: Path, exchange: Exchange, *, every: int) -> None:
-        self._path, self._exchange, self._every = directory / FILE, exchange, every
+    def __init__(self, directory: RunDirectory, exchange: Exchange, *, every: int) -> None:
+        self._path, self._exchange, self._every = directory.layers_file, exchange, every
         self._found: dict[str, list[float]] | None = None
 
     def due(self, tried: int) -> bool:

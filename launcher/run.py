@@ -190,8 +190,8 @@ def _train(
         peak_bytes=_peak_bytes(mesh.device),
         deadline=deadline,
         heart=heart,
-        sampler=Sampler(config, prepared, checkpoints.files, directory.path, mesh.is_main),
-        layers=LayerStatistics(directory.path, exchange, every=config.statistics.layers_every),
+        sampler=Sampler(config, prepared, checkpoints.files, directory, mesh.is_main),
+        layers=LayerStatistics(directory, exchange, every=config.statistics.layers_every),
         started=started,
     )
     try:

@@ -11,7 +11,7 @@ from checkpoints.files import Files
 from checkpoints.weights import load_weights
 from launcher.config import Config
 from launcher.metrics import append_line
-from launcher.rundirectory import naming
+from launcher.rundirectory import RunDirectory, naming
 from launcher.sections import Sample
 from megamodel.accounting import parameter_count
 from megamodel.data.batch import Cursor
@@ -21,7 +21,6 @@ from megamodel.model import Transformer
 
 log = logging.getLogger(__name__)
 
-FILE = "samples.jsonl"
 MOST_SAMPLE_PARAMETERS = 1_000_000_000  # larger models are not loaded into one process to write a text
 SAMPLE_SECONDS = 30.0
 
@@ -60,10 +59,9 @@ def sample(config: Config, prepared: Prepared, checkpoint: Path, files: Files) -
     return settings.prompt + tokenizer.decode(written)
 
 
-def record_sample(directory: Path, cursor: Cursor, settings: Sample, text: str) -> None:
-    """One line of samples.jsonl: {time, step, attempt, tokens, prompt, text}."""
+def record_sample(path: Path, cursor: Cursor, settings: Sample, text: str) -> None:
+    """One line of the file: {time, step, attempt, tokens, prompt, text}."""
     record = {"time": time.time(), "step": cursor.step, "attempt": cursor.attempt, "tokens": cursor.tokens}
-    path = directory / FILE
     with naming(path):
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         try:
@@ -79,7 +77,7 @@ class Sampler:
     config: Config
     prepared: Prepared
     files: Files
-    directory: Path
+    directory: RunDirectory
     is_main: bool
     _seconds: float | None = None
 
@@ -96,7 +94,7 @@ class Sampler:
         try:
             text = sample(self.config, self.prepared, checkpoint, self.files)
             if text is not None:
-                record_sample(self.directory, cursor, self.config.sample, text)
+                record_sample(self.directory.samples_file, cursor, self.config.sample, text)
         except Exception as error:
             log.warning(f"no text could be written ({type(error).__name__}: {error})", exc_info=True)
             return None

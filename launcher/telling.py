@@ -10,6 +10,7 @@ from checkpoints.manager import Manager
 from conf.schema import Difference
 from launcher.config import Config, Plan
 from launcher.evaluate import HeldOutLoss
+from launcher.rundirectory import RunDirectory
 from launcher.sampling import record_sample, sample
 from launcher.train import Outcome
 from megamodel.accounting import flops_per_token, parameter_count
@@ -180,7 +181,9 @@ def ended(
         text = sample(settled.config, prepared, checkpoint, checkpoints.files)
         facts["sample"] = text
         if text is not None:
-            record_sample(settled.directory, outcome.cursor, settled.config.sample, text)
+            record_sample(
+                RunDirectory(settled.directory).samples_file, outcome.cursor, settled.config.sample, text
+            )
     return facts
 
 
