@@ -53,6 +53,7 @@ class Chart:
     unit: str = ""
     scale: float = 1.0
     whole: bool = False
+    reach: tuple[float, float] | None = None  # of the steps that the axis shows at least
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ def axes_of(chart: Chart) -> Axes | None:
     else:
         ranges = [span(np.asarray(curve.y, dtype=float) * chart.scale) for curve in counted if curve.y]
         low, high = min(low for low, _ in ranges), max(high for _, high in ranges)
-    first, last = float(min(xs)), float(max(xs))
+    first, last = float(min([*xs, *(chart.reach or ())])), float(max([*xs, *(chart.reach or ())]))
     return Axes(first, last if last > first else first + 1.0, low, high)
 
 
@@ -150,7 +151,7 @@ def path(curve: Curve, axes: Axes, scale: float) -> str:
     elif not curve.faint and len(x) <= FEW:
         dots = zip(x[kept], y[kept], strict=True)
         made += [
-            f'<circle class="dot c{curve.colour}" cx="{axes.x(a):.1f}" cy="{axes.y(b):.1f}" r="1.8"/>'
+            f'<circle class="dot c{curve.colour}" cx="{axes.x(a):.1f}" cy="{axes.y(b):.1f}" r="2.2"/>'
             for a, b in dots
         ]
     return "".join(made)

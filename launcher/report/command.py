@@ -20,14 +20,14 @@ NAME = "report.html"
 class Which:
     """The run."""
 
-    dir: str = setting(on_resume="free", help="directory of the run")
+    dir: str | None = setting(None, on_resume="free", help="directory of the run")
 
 
 @config
 class Report:
     """A report on one run."""
 
-    run: Which = setting(on_resume="free", help="the run")
+    run: Which = setting(factory=Which, on_resume="free", help="the run")
     output: str | None = setting(None, on_resume="free", help=f"file to write; null: {NAME} in run.dir")
     calibrate: bool = setting(
         True,
@@ -36,10 +36,14 @@ class Report:
     )
     format: Format = setting("text", on_resume="free", help=FORMAT_HELP)
 
+    def __post_init__(self) -> None:
+        if not self.run.dir:
+            raise ValueError("run.dir must be given, the directory of a run: run.dir=runs/NAME")
+
 
 def report(tree: Report) -> int:
     """Read the run, write the page, say in a line how the run went."""
-    record = load(Path(tree.run.dir).expanduser())
+    record = load(Path(tree.run.dir or "").expanduser())
     spent, found = account(record), outlook(record, calibrate=tree.calibrate)
     path = record.path / NAME if tree.output is None else Path(tree.output).expanduser()
     save(path, report_page(record, spent, found), key="output")

@@ -81,7 +81,9 @@ def chart_of(metric: Metric, records: Sequence[Record]) -> Chart | None:
     if len(records) == 1:
         happened = marks(records[0], metric.name)
         curves += undone(records[0], metric.name) if metric.undone else []
-    return Chart(metric.title, metric.name, curves, happened, metric.unit, metric.scale, metric.whole)
+    # All charts of a page have the same steps below them.
+    reach = min(r.applied[0]["step"] for r in records), max(r.applied[-1]["step"] for r in records)
+    return Chart(metric.title, metric.name, curves, happened, metric.unit, metric.scale, metric.whole, reach)
 
 
 def undone(record: Record, name: str) -> list[Curve]:

@@ -63,23 +63,38 @@ def account(record: Record) -> Account:
     before: Mapping[str, Any] | None = None
     for line, fate in zip(record.lines, record.fates, strict=True):
         parts = measured(line, fate)
+        if whole and before is not None:
+            parts = filled(parts, number(line, "time/wall") - number(before, "time/wall"), line, before)
         for kind, spent in parts.items():
             seconds[kind] += spent
-        known = sum(parts.values())
-        if whole and before is not None:
-            # A clock that was set back makes a rest below zero: what is measured counts.
-            rest = max(number(line, "time/wall") - number(before, "time/wall") - known, 0.0)
-            seconds[rest_kind(line, before)] += rest
         before = line
     if whole:
         seconds["checkpoints"] += closing(record.lines, record.events)
     return Account(seconds, whole)
 
 
+def filled(
+    parts: Mapping[str, float], span: float, line: Mapping[str, Any], before: Mapping[str, Any]
+) -> dict[str, float]:
+    """The parts of the time from one record to the next, made to add up to it.
+
+    Costs are those of the slowest rank, the time is the main rank's: where they are more, they are scaled. A
+    clock that was set back says nothing: what is measured counts.
+    """
+    known, found = sum(parts.values()), dict(parts)
+    if span >= known:
+        kind = rest_kind(line, before)
+        found[kind] = found.get(kind, 0.0) + span - known
+    elif span > 0:
+        found = {kind: spent * span / known for kind, spent in parts.items()}
+    return found
+
+
 def measured(line: Mapping[str, Any], fate: Fate) -> dict[str, float]:
     """What a record itself says, by kind."""
     parts = {kind: number(line, name) for kind, name in NAMED.items()}
-    parts["startup"] = number(line, STARTUP)
+    before = parts["checkpoints"] if math.isfinite(parts["checkpoints"]) else 0.0
+    parts["startup"] = number(line, STARTUP) - before  # the first copy in memory is made in that time
     parts[STEPS[fate]] = number(line, "time/step_seconds")
     return {kind: spent for kind, spent in parts.items() if math.isfinite(spent) and spent > 0}
 
