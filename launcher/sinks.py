@@ -54,7 +54,7 @@ class Mlflow:
 
     kind: Literal["mlflow"] = setting("mlflow", on_resume="free", help="used")
     tracking_uri: str | None = setting(
-        None, on_resume="free", help="server, or file:DIRECTORY for none; null: as MLflow is configured"
+        None, on_resume="free", help="server, or sqlite:///FILE for none; null: as MLflow is configured"
     )
     experiment: str = setting("megamodel", on_resume="free", help="experiment there")
 
@@ -127,11 +127,15 @@ class MlflowSink:
             library.set_tracking_uri(self._settings.tracking_uri)
         library.set_experiment(self._settings.experiment)
         run = library.start_run(run_id=known, run_name=self._directory.name)
-        self._library = library
         if known is None:  # a parameter can be set once
             pairs = [(key, str(value)[:MOST_TEXT]) for key, value in values.items()]
-            for first in range(0, len(pairs), BATCH):
-                library.log_params(dict(pairs[first : first + BATCH]))
+            try:
+                for first in range(0, len(pairs), BATCH):
+                    library.log_params(dict(pairs[first : first + BATCH]))
+            except Exception:
+                library.end_run(status="FAILED")  # the next try begins another one
+                raise
+        self._library = library
         return str(run.info.run_id)
 
     def write(self, line: Mapping[str, float]) -> None:

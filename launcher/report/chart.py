@@ -16,6 +16,7 @@ LEFT, RIGHT, TOP, BOTTOM = 56, 10, 10, 24
 COLUMNS = WIDTH - LEFT - RIGHT
 FEW = 60  # points that are drawn as points
 MOST_MARKS = 400  # of a chart: beyond them the first ones
+NAMES = 92  # the left margin of a heat map
 MOST_CELLS = 240  # columns of a heat map
 
 
@@ -213,23 +214,23 @@ def heat(title: str, rows: Sequence[str], columns: Sequence[int], values: Sequen
     columns, values = columns[::every], [row[::every] for row in values]
     known = [math.log(v) for row in values for v in row if math.isfinite(v) and v > 0]
     low, high = (min(known), max(known)) if known else (0.0, 1.0)
-    wide, tall = COLUMNS / max(len(columns), 1), 14
+    wide, tall = (WIDTH - NAMES - RIGHT) / max(len(columns), 1), 14
     height = TOP + tall * len(rows) + BOTTOM
     parts = []
     for index, (name, row) in enumerate(zip(rows, values, strict=True)):
         y = TOP + tall * index
-        parts.append(f'<text class="tick end" x="{LEFT - 6}" y="{y + 11}">{escape(name[-9:])}</text>')
+        parts.append(f'<text class="tick end" x="{NAMES - 6}" y="{y + 11}">{escape(name[:14])}</text>')
         for column, value in enumerate(row):
             good = math.isfinite(value) and value > 0
             share = (math.log(value) - low) / max(high - low, 1e-9) if good else 0.0
             kind = "cell" if math.isfinite(value) else "cell bad"
             parts.append(
-                f'<rect class="{kind}" x="{LEFT + column * wide:.2f}" y="{y}" width="{wide + 0.3:.2f}" '
+                f'<rect class="{kind}" x="{NAMES + column * wide:.2f}" y="{y}" width="{wide + 0.3:.2f}" '
                 f'height="{tall - 1}" fill-opacity="{0.06 + 0.94 * share:.3f}"><title>{escape(name)}, step '
                 f"{columns[column]}: {value:.6g}</title></rect>"
             )
     for at in sorted({0, len(columns) // 2, len(columns) - 1} & set(range(len(columns)))):
-        x = LEFT + (at + 0.5) * wide
+        x = NAMES + (at + 0.5) * wide
         parts.append(f'<text class="tick mid" x="{x:.1f}" y="{height - 8}">{columns[at]}</text>')
     lowest, highest = (f"{math.exp(low):.3g}", f"{math.exp(high):.3g}") if known else ("-", "-")
     caption = f"{escape(title)} <small>{lowest} to {highest}, logarithmic</small>"
