@@ -36,14 +36,12 @@ class Report:
     )
     format: Format = setting("text", on_resume="free", help=FORMAT_HELP)
 
-    def __post_init__(self) -> None:
-        if not self.run.dir:
-            raise ValueError("run.dir must be given, the directory of a run: run.dir=runs/NAME")
-
 
 def report(tree: Report) -> int:
     """Read the run, write the page, say in a line how the run went."""
-    record = load(Path(tree.run.dir or "").expanduser())
+    if not tree.run.dir:
+        raise ValueError("run.dir must be given, the directory of a run: run.dir=runs/NAME")
+    record = load(Path(tree.run.dir).expanduser())
     spent, found = account(record), outlook(record, calibrate=tree.calibrate)
     path = record.path / NAME if tree.output is None else Path(tree.output).expanduser()
     save(path, report_page(record, spent, found), key="output")
