@@ -141,10 +141,18 @@ COMMANDS: dict[str, Command] = {
         ),
         Command(
             name="compare",
-            summary="runs side by side: what they differ in, losses, speed; one table, one plot",
+            summary="runs side by side: what they differ in, losses, speed; one table, plot or page",
             config_name="bare",
             root="launcher.compare:Compare",
             function="launcher.compare:compare",
+            has_run=False,
+        ),
+        Command(
+            name="report",
+            summary="one HTML file on a run: curves, where the time went, what happened, plan and reality",
+            config_name="bare",
+            root="launcher.report.command:Report",
+            function="launcher.report.command:report",
             has_run=False,
         ),
         Command(

@@ -1,4 +1,4 @@
-"""The command `compare`: runs side by side in one table and one plot, and in which settings they differ."""
+"""The command `compare`: runs side by side in one table, plot or page, and in which settings they differ."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -10,12 +10,14 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.table import Table
 
-from conf.saved import read
 from conf.typed import config, parse, setting
 from launcher.curves import matching
 from launcher.failure import DONE
 from launcher.metrics import flattened
 from launcher.picture import overlay
+from launcher.report.command import save
+from launcher.report.reading import Record, load
+from launcher.report.several import compare_page
 from megamodel.accounting import cache_bytes, parameter_count
 from megamodel.config import Model
 
@@ -33,6 +35,7 @@ class Compare:
         on_resume="free", help="directories of runs, or patterns: [runs/ablation-norm-*]"
     )
     plot: str | None = setting(None, on_resume="free", help="PNG to draw all training losses in")
+    html: str | None = setting(None, on_resume="free", help="HTML page of the table and all curves")
     format: Literal["text", "markdown", "json"] = setting(
         "text", on_resume="free", help="text and markdown: a table; json: one object"
     )
@@ -62,34 +65,16 @@ class Row:
     rewinds: int
 
 
-@dataclass(frozen=True)
-class Record:
-    """What a run has left."""
-
-    path: Path
-    settings: dict[str, Any]
-    lines: list[dict[str, Any]]
-
-    @property
-    def applied(self) -> list[dict[str, Any]]:
-        """The line that counts of each step, in order."""
-        last: dict[int, dict[str, Any]] = {}
-        segment = 0
-        for line in self.lines:
-            if line["segment"] > segment:  # a rewind or a resume: what was beyond it is undone
-                segment = line["segment"]
-                last = {step: kept for step, kept in last.items() if step < line["step"]}
-            if line["monitor/verdict"] < 2:
-                last[line["step"]] = line
-        return [last[step] for step in sorted(last)]
-
-
 def compare(tree: Compare) -> int:
     """Read the runs, print the table, draw the plot."""
     records = [load(path) for path in matching(tree.runs)]
     found = rows(records)
     if tree.plot is not None:
         draw(Path(tree.plot), records, found)
+    if tree.html is not None:
+        heads, body = cells(found)
+        page = compare_page(records, heads, body, texts=1 + len(found[0].settings))
+        save(Path(tree.html), page, key="html")
     if tree.format == "json":
         print(json.dumps({"runs": [asdict(row) for row in found]}))
     elif tree.format == "markdown":
@@ -99,19 +84,6 @@ def compare(tree: Compare) -> int:
         console.width = max(console.width, WIDTH)
         console.print(table(found))
     return DONE
-
-
-def load(path: Path) -> Record:
-    """ValueError when it is not the directory of a run that has trained."""
-    settings, metrics = path / "config.yaml", path / "metrics.jsonl"
-    if not settings.exists() or not metrics.exists():
-        raise ValueError(f"{path} is not the directory of a run: it has no config.yaml or no metrics.jsonl")
-    text = metrics.read_text(encoding="utf-8")
-    whole = text[: text.rfind("\n") + 1].splitlines()  # a run that goes on may be writing its last line
-    record = Record(path, read(settings), [json.loads(line) for line in whole])
-    if not record.applied:
-        raise ValueError(f"{path} has no update on record; leave it out")
-    return record
 
 
 def differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:

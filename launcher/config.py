@@ -14,7 +14,8 @@ from launcher.hardware import Hardware
 from launcher.heartbeat import Heartbeat
 from launcher.monitor import Monitor
 from launcher.profile import Profile
-from launcher.sections import DEFAULT_STEPS, Evaluate, Fault, Run, Sample, Train
+from launcher.sections import DEFAULT_STEPS, Evaluate, Fault, Run, Sample, Statistics, Train
+from launcher.sinks import Sinks
 from megamodel.config import Model
 from megamodel.data.config import Data
 from megamodel.kernels.config import Kernels
@@ -49,6 +50,8 @@ class Config:
     kernels: Kernels = setting(factory=Kernels, on_resume="free", help="forms of operations")
     profile: Profile = setting(factory=Profile, on_resume="free", help="steps to profile")
     sample: Sample = setting(factory=Sample, on_resume="free", help="the text printed at the end")
+    statistics: Statistics = setting(factory=Statistics, on_resume="free", help="of the model's inside")
+    sinks: Sinks = setting(factory=Sinks, on_resume="free", help="where else the metrics go")
     faults: list[Fault] = setting(
         factory=list,
         on_resume="free",
@@ -160,6 +163,13 @@ def data_problems(tree: Config) -> Iterator[Problem]:
             f"use model.vocab_size={tokens}",
         )
     yield from length_problems(tree)
+    every, saves = tree.sample.every, tree.checkpoint.every
+    if every and (not saves or every % saves):
+        yield Problem(
+            "sample.every",
+            f"sample.every ({every}) must be a multiple of checkpoint.every ({saves}), for a text is written "
+            f"by what was saved; use {f'sample.every={saves}' if saves else f'checkpoint.every={every}'}",
+        )
     if not tree.resume:
         yield Problem("resume", "resume must be auto, none or the path of a checkpoint")
 

@@ -26,6 +26,9 @@ from launcher.events import FILE, records
 from launcher.failure import DONE, FAILED
 from launcher.monitor import History, Kind, Observation, Verdict
 from launcher.picture import Picture
+from launcher.report.page import SWITCH
+from launcher.report.page import page as document
+from launcher.report.page import table as html_table
 
 PROCESSES = 2
 LAYOUTS = {"tp2": ["parallel.tp=2"], "pp2": ["parallel.pp=2"], "dp2": []}
@@ -244,21 +247,16 @@ def page(results: Sequence[Result], picture: Picture) -> str:
     file = io.BytesIO()
     picture.image().save(file, format="PNG", optimize=True)
     image = base64.b64encode(file.getvalue()).decode()
-    head = "".join(f"<th>{escape(name)}</th>" for name in ("layout", "fault", "", *HEADS))
-    rows = "".join(
-        "<tr>"
-        + "".join(
-            f"<td>{escape(cell)}</td>"
-            for cell in (r.layout, r.fault, "ok" if good(r) else f"not ok ({r.state})", *cells(r))
-        )
-        + "</tr>\n"
+    rows = [
+        [escape(cell) for cell in (r.layout, r.fault, "ok" if good(r) else f"not ok ({r.state})", *cells(r))]
         for r in results
+    ]
+    failed = sum(not good(result) for result in results)
+    said = f"{failed} of {len(results)} runs are not ok." if failed else f"All {len(results)} runs are ok."
+    body = (
+        f"<header><h1>Drill</h1>{SWITCH}</header>\n"
+        f'<p class="lead">{said} Each fault in a run of its own; training loss by attempt below.</p>\n'
+        f"{html_table(['layout', 'fault', '', *HEADS], rows)}\n<h2>Loss</h2>\n"
+        f'<p><img src="data:image/png;base64,{image}" alt="loss curves" style="max-width:100%"></p>'
     )
-    cell = "td,th{padding:.3em .8em;border-bottom:1px solid #ddd;text-align:left}"
-    style = f"body{{font:15px sans-serif;margin:2em}}{cell}"
-    return (
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>Drill</title><style>{style}</style>\n'
-        "<h1>Drill</h1><p>Each fault in a run of its own; training loss by attempt below.</p>\n"
-        f"<table><tr>{head}</tr>\n{rows}</table>\n"
-        f'<p><img src="data:image/png;base64,{image}" alt="loss curves" style="max-width:100%"></p></html>\n'
-    )
+    return document("Drill", body)

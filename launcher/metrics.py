@@ -6,7 +6,8 @@ The file is the record: append-only strict JSON, by attempt. TensorBoard is the 
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -18,8 +19,35 @@ from torch.utils.tensorboard.writer import SummaryWriter
 from conf.saved import to_yaml
 from launcher.progress import Progress
 from launcher.rundirectory import RunDirectory, naming
+from launcher.sinks import Delivery
 
 WINDOW_BYTES = 1 << 16
+NO_CURVES = ("time/wall",)  # TensorBoard has the time of each point already
+# TensorBoard's page of custom scalars: group -> chart -> names; a name is a regular expression.
+LAYOUT = {
+    "loss": {
+        "training and held out": ["Multiline", ["^loss/train$", "^loss/eval$"]],
+        "held out, by source": ["Multiline", ["^loss/eval/.*"]],
+        "beside the cross-entropy": ["Multiline", ["^loss/z$", "^loss/balance$", "^loss/router_z$"]],
+    },
+    "stability": {
+        "gradient norm": ["Multiline", ["^norm/grad$"]],
+        "learning rate": ["Multiline", ["^lr$"]],
+        "logits": ["Multiline", ["^logit/max$", "^logit/max_log_z$"]],
+    },
+    "speed": {
+        "tokens per second": ["Multiline", ["^speed/tokens_per_second$"]],
+        "model FLOPs utilisation": ["Multiline", ["^speed/mfu$"]],
+        "seconds": ["Multiline", ["^time/step_seconds$", "^time/evaluate_seconds$"]],
+        "seconds of checkpoints": ["Multiline", ["^time/checkpoint_.*"]],
+    },
+    "memory": {"peak bytes": ["Multiline", ["^memory/peak_bytes$"]]},
+    "monitor": {
+        "verdict": ["Multiline", ["^monitor/verdict$"]],
+        "rewinds": ["Multiline", ["^monitor/rewinds$"]],
+        "samples left out": ["Multiline", ["^monitor/skipped_samples$"]],
+    },
+}
 
 
 def encoded(value: Any) -> Any:
@@ -131,7 +159,8 @@ class MetricsWriter:
     """Made on every rank; the main rank (0) writes both and shows the progress, the others only count.
 
     config: the plain values of the settled configuration; steps: updates of the run; step, attempt, segment:
-    the checkpoint's when the run is resumed; log_every: steps between plain progress lines.
+    the checkpoint's when the run is resumed; log_every: steps between plain progress lines; sinks: further
+    places for the numbers, used on the main rank.
     """
 
     def __init__(
@@ -147,11 +176,13 @@ class MetricsWriter:
         resumed: bool = False,
         log_every: int = 10,
         stream: TextIO | None = None,
+        sinks: Sequence[Delivery] = (),
     ) -> None:
         look = repair if rank == 0 else last_whole
         start = go_on(directory, attempt=attempt, segment=segment, resumed=resumed, look=look)
         self.attempt, self.segment = start.attempt, start.segment
         self._main = _Main(directory, config, step, steps, log_every, stream) if rank == 0 else None
+        self._sinks = sinks
 
     def write(self, record: Mapping[str, Any], *, applied: bool) -> dict[str, Any]:
         """One attempt; the object as written.
@@ -165,6 +196,9 @@ class MetricsWriter:
         line = {**heading, **encoded(known)}
         if self._main is not None:
             self._main.write(line, known, applied=applied)
+            numbers = {name: float(value) for name, value in {**heading, **known}.items() if is_number(value)}
+            for sink in self._sinks:
+                sink.put(numbers)
         return line
 
     def note(self, text: str) -> None:
@@ -192,6 +226,8 @@ class MetricsWriter:
         if self._main is not None:
             self._main.close()
             self._main = None
+            for sink in self._sinks:
+                sink.close(failed=sys.exc_info()[0] is not None)
 
     def __enter__(self) -> "MetricsWriter":
         return self
@@ -230,7 +266,7 @@ class _Main:
         if not applied:
             return
         for name, value in known.items():
-            if not isinstance(value, str | bool | list | tuple | Mapping):
+            if is_number(value) and name not in NO_CURVES:
                 self.board.add_scalar(name, float(value), line["step"])
         self.progress.update(
             line["step"],
@@ -273,11 +309,17 @@ class _Main:
         self.board.add_text("config", f"```yaml\n{to_yaml(config)}\n```", step)
         if not table:
             return
+        self.board.add_custom_scalars(LAYOUT)
         plain = {k: v if isinstance(v, bool | int | float | str) else str(v) for k, v in hyper.items()}
         writer = self.board.file_writer
         assert writer is not None
         for summary in hparams(plain, {}):
             writer.add_summary(summary)
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value of a record is a point of a curve; numpy's and torch's scalars are."""
+    return not isinstance(value, str | bool | list | tuple | Mapping)
 
 
 def flattened(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -27,12 +27,15 @@ from launcher.faults import Faults, poisoned
 from launcher.guard import Guard
 from launcher.hardware import peak_flops
 from launcher.heart import Heart
+from launcher.layers import LayerStatistics
 from launcher.log import logging_to
-from launcher.metrics import MetricsWriter
+from launcher.metrics import MetricsWriter, flattened
 from launcher.preparing import progress
 from launcher.responding import Responder
 from launcher.rewind import Recorded, Rewinder, applied_again, recorded
 from launcher.rundirectory import RunDirectory, versions
+from launcher.sampling import Sampler
+from launcher.sinks import check_installed, deliveries
 from launcher.telling import beginning, dry_run_text, ended, ending, overridden, prevention
 from launcher.train import Outcome, Run
 from launcher.train import train as loop
@@ -61,8 +64,10 @@ log = logging.getLogger(__name__)
 
 def train(config: Config) -> int:
     """The command `train`, on each process of a run."""
+    started = time.time()
     limit = config.run.time_limit_seconds
     deadline = None if limit is None else time.monotonic() + limit
+    check_installed(config.sinks)
     place = placement(os.environ)
     device = pick_device(config.hardware.device, place.local_rank)
     settled = plan(config, world_size=place.world_size, cuda=device.type == "cuda")
@@ -78,7 +83,10 @@ def train(config: Config) -> int:
         heart = Heart(config.heartbeat, place, logs=directory.path / "logs")
         with watched(place, directory, name, None if config.dry_run else heart):
             mesh = build_mesh(tp=config.parallel.tp, pp=config.parallel.pp, device=device)
-            _dry_run(settled, mesh) if config.dry_run else _train(settled, mesh, directory, deadline, heart)
+            if config.dry_run:
+                _dry_run(settled, mesh)
+            else:
+                _train(settled, mesh, directory, heart, started, deadline)
     return DONE
 
 
@@ -133,12 +141,13 @@ def watched(place: Placement, directory: RunDirectory, name: str, heart: Heart |
     )
 
 
-def _train(settled: Plan, mesh: Mesh, directory: RunDirectory, deadline: float | None, heart: Heart) -> None:
+def _train(
+    settled: Plan, mesh: Mesh, directory: RunDirectory, heart: Heart, started: float, deadline: float | None
+) -> None:
     """Assemble, restore, train, and tell how it went."""
     config = settled.config
     exchange = exchange_over(mesh.world)
-    first = exchange.share(plain(config))
-    together(exchange, lambda: check_same(config, first, rank=mesh.world.rank))
+    _check_same(config, exchange)
     prepared = _prepared(config, mesh, exchange)
     heart.beat(0, "start")
     loader, held_out = _data(settled, prepared)
@@ -151,20 +160,18 @@ def _train(settled: Plan, mesh: Mesh, directory: RunDirectory, deadline: float |
     acceptor = _Acceptor(settled, prepared)
     restored = checkpoints.restore(engine, config.resume, rewinds=past, accept=acceptor)
     cursor, budget = applied_again(restored.cursor if restored else Cursor(), rewound)
-    device = {"device": device_name(mesh.device)}
-    directory.begin(config, rank=mesh.world.rank, step=cursor.step, extra=device)
+    directory.begin(config, rank=mesh.world.rank, step=cursor.step, extra=_machine(mesh))
     metrics = _metrics(settled, directory, restored, cursor, rank=mesh.world.rank)
     cursor = dataclasses.replace(cursor, attempt=exchange.share(metrics.attempt))
     extra = {"data": prepared.digest, "segment": metrics.segment}
-    guard = _guard(config, restored, budget)
     responder = Responder(
         settled,
-        guard,
+        _guard(config, restored, budget),
         Events(directory, rank=mesh.world.rank),
         Rewinder(engine, checkpoints, metrics, directory, extra, past),
         loader,
         exchange,
-        Faults(config.faults, config.model.vocab_size, config.train.seed, past_events["faults"]),
+        _faults(config, past_events),
         started=cursor.attempt,
         tokenizer=prepared.tokenizer if prepared.tokenizer_path else None,
     )
@@ -183,6 +190,9 @@ def _train(settled: Plan, mesh: Mesh, directory: RunDirectory, deadline: float |
         peak_bytes=_peak_bytes(mesh.device),
         deadline=deadline,
         heart=heart,
+        sampler=Sampler(config, prepared, checkpoints.files, directory, mesh.is_main),
+        layers=LayerStatistics(directory, exchange, every=config.statistics.layers_every),
+        started=started,
     )
     try:
         _introduce(run, prepared, cursor, acceptor.changed, restored)
@@ -190,10 +200,21 @@ def _train(settled: Plan, mesh: Mesh, directory: RunDirectory, deadline: float |
     finally:
         run.close()
     if mesh.is_main:
-        state = "stopped" if outcome.stopped_by else "finished"
-        directory.set_status(state, reason=outcome.stopped_by or "", step=outcome.cursor.step)
-        _tell(settled, prepared, held_out, outcome, checkpoints)
+        _tell(directory, settled, prepared, held_out, outcome, checkpoints)
     exchange.everyone(None)  # leave together
+
+
+def _check_same(config: Config, exchange: Exchange) -> None:
+    first = exchange.share(plain(config))
+    together(exchange, lambda: check_same(config, first, rank=exchange.rank))
+
+
+def _machine(mesh: Mesh) -> dict[str, Any]:
+    return {"device": device_name(mesh.device), "processes": mesh.world.size}
+
+
+def _faults(config: Config, past: dict[str, list[Any]]) -> Faults:
+    return Faults(config.faults, config.model.vocab_size, config.train.seed, past["faults"])
 
 
 def _guard(config: Config, restored: Restored | None, budget: dict[str, Any] | None) -> Guard:
@@ -221,9 +242,16 @@ def _introduce(
 
 
 def _tell(
-    settled: Plan, prepared: Prepared, held_out: HeldOut, outcome: Outcome, checkpoints: Manager
+    directory: RunDirectory,
+    settled: Plan,
+    prepared: Prepared,
+    held_out: HeldOut,
+    outcome: Outcome,
+    checkpoints: Manager,
 ) -> None:
     """What the run came to. It is over and saved: what goes wrong here does not make it a failed one."""
+    state = "stopped" if outcome.stopped_by else "finished"
+    directory.set_status(state, reason=outcome.stopped_by or "", step=outcome.cursor.step)
     try:
         facts = ended(settled, prepared, held_out, outcome, checkpoints)
     except Exception as error:
@@ -244,10 +272,12 @@ def _past(directory: RunDirectory) -> dict[str, list[Any]]:
 def _metrics(
     settled: Plan, directory: RunDirectory, restored: Restored | None, cursor: Cursor, *, rank: int
 ) -> MetricsWriter:
+    values = plain(settled.config)
     return MetricsWriter(
         directory,
-        plain(settled.config),
+        values,
         rank=rank,
+        sinks=deliveries(settled.config.sinks, directory, flattened(values)) if rank == 0 else (),
         steps=settled.steps,
         step=cursor.step,
         attempt=cursor.attempt,

@@ -118,6 +118,14 @@ class RunDirectory:
         return self.path / "tensorboard"
 
     @property
+    def layers_file(self) -> Path:
+        return self.path / "layers.jsonl"
+
+    @property
+    def samples_file(self) -> Path:
+        return self.path / "samples.jsonl"
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 

@@ -1,4 +1,5 @@
-"""The sections of the configuration that say how a run proceeds: run, train, evaluate, sample, faults."""
+"""The sections of the configuration that say how a run proceeds: run, train, evaluate, sample,
+statistics, faults."""
 
 import math
 from typing import Any, Literal
@@ -143,8 +144,13 @@ class Evaluate:
 
 @config
 class Sample:
-    """The text that the model writes when the run ends."""
+    """The text that the model writes when the run ends, and if asked while it trains."""
 
+    every: int = setting(
+        0,
+        on_resume="free",
+        help="also while training, when the step reaches a multiple: one of checkpoint.every; 0 = never",
+    )
     prompt: str = setting(
         "", on_resume="free", help="what it goes on from; empty: from the start of a document"
     )
@@ -158,8 +164,26 @@ class Sample:
                 f"sample.max_tokens ({self.max_tokens}) and sample.temperature ({self.temperature}) must be "
                 "0 or more"
             )
+        if self.every < 0:
+            raise ValueError(f"sample.every ({self.every}) must be 0 or more")
         if self.top_k is not None and self.top_k < 1:
             raise ValueError(f"sample.top_k ({self.top_k}) must be at least 1, or null")
+
+
+@config
+class Statistics:
+    """What is recorded of the inside of the model."""
+
+    layers_every: int = setting(
+        0,
+        on_resume="free",
+        help="norms of gradient and weights of each layer into layers.jsonl, when the update tried is a "
+        "multiple; 0 = never",
+    )
+
+    def __post_init__(self) -> None:
+        if self.layers_every < 0:
+            raise ValueError(f"statistics.layers_every ({self.layers_every}) must be 0 or more")
 
 
 @config

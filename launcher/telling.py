@@ -2,17 +2,16 @@
 
 import itertools
 import math
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from checkpoints.files import Files
 from checkpoints.manager import Manager
-from checkpoints.weights import load_weights
 from conf.schema import Difference
 from launcher.config import Config, Plan
 from launcher.evaluate import HeldOutLoss
+from launcher.rundirectory import RunDirectory
+from launcher.sampling import record_sample, sample
 from launcher.train import Outcome
 from megamodel.accounting import flops_per_token, parameter_count
 from megamodel.data.baselines import baselines
@@ -20,14 +19,10 @@ from megamodel.data.batch import Cursor
 from megamodel.data.held_out import HeldOut
 from megamodel.data.loader import next_samples
 from megamodel.data.prepared import LEFT_OUT, Prepared
-from megamodel.generate import generate
-from megamodel.model import Transformer
 from parallel.engine import StepResult
 from parallel.mesh import Mesh
 
-MOST_SAMPLE_PARAMETERS = 1_000_000_000  # larger models are not loaded into one process to write a text
 MOST_BASELINE_TOKENS = 50_000_000  # the bigram model counts all pairs of the training tokens
-SAMPLE_SECONDS = 30.0
 BASELINES = {"unigram entropy": "unigram_entropy", "bigram baseline": "bigram_cross_entropy"}
 
 
@@ -183,7 +178,12 @@ def ended(
     if outcome.held_out is not None:
         facts["held_out"] = compared(settled, prepared, held_out, outcome.held_out)
     if checkpoint is not None:
-        facts["sample"] = sample(settled.config, prepared, checkpoint, checkpoints.files)
+        text = sample(settled.config, prepared, checkpoint, checkpoints.files)
+        facts["sample"] = text
+        if text is not None:
+            record_sample(
+                RunDirectory(settled.directory).samples_file, outcome.cursor, settled.config.sample, text
+            )
     return facts
 
 
@@ -232,37 +232,3 @@ def compared(
             "bigram_cross_entropy": found.bigram_cross_entropy,
         }
     return facts
-
-
-def sample(config: Config, prepared: Prepared, checkpoint: Path, files: Files) -> str | None:
-    """A text that the saved model wrote, computed in this process on the CPU.
-
-    None where none is asked for, where there is no tokenizer to write it with, and for a model that is too
-    large to be loaded into the main process.
-    """
-    settings = config.sample
-    readable = prepared.tokenizer_path is not None
-    if not settings.max_tokens or not readable or parameter_count(config.model) > MOST_SAMPLE_PARAMETERS:
-        return None
-    model = Transformer(config.model, seed=config.train.seed)
-    load_weights(checkpoint, model, files=files)
-    tokenizer = prepared.tokenizer
-    prompt = [tokenizer.bos_id if tokenizer.bos_id is not None else tokenizer.eos_id]
-    prompt += tokenizer.encode(settings.prompt) if settings.prompt else []
-    written: list[int] = []
-    deadline = time.monotonic() + SAMPLE_SECONDS
-    for token in generate(
-        model,
-        prompt,
-        max_tokens=settings.max_tokens,
-        temperature=settings.temperature,
-        top_k=settings.top_k,
-        seed=config.train.seed,
-        stop=tokenizer.eos_id,
-        context=config.train.sequence_length,
-        vocabulary=tokenizer.vocab_size,
-    ):
-        written.append(token)
-        if time.monotonic() > deadline:
-            break
-    return settings.prompt + tokenizer.decode(written)

@@ -1,5 +1,6 @@
 """The loop: cursor to batches to one attempt at an update to its record, until the last step."""
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,11 +15,13 @@ from launcher.evaluate import HeldOutLoss, evaluate
 from launcher.garbage import GarbageCollection
 from launcher.guard import KEY
 from launcher.heart import Heart
+from launcher.layers import LayerStatistics
 from launcher.metrics import MetricsWriter, encoded
 from launcher.monitor import MOST_SKIPPED, Kind
 from launcher.profile import Profiling
 from launcher.responding import Responder
 from launcher.rundirectory import RunDirectory
+from launcher.sampling import Sampler
 from launcher.stopping import reason, stop_signals
 from megamodel.auxiliary import NAMES
 from megamodel.config import Model
@@ -50,6 +53,9 @@ class Run:
     peak_bytes: Callable[[], int]
     deadline: float | None  # of time.monotonic(): when to save and stop
     heart: Heart
+    sampler: Sampler
+    layers: LayerStatistics
+    started: float  # unix time at which the command began
 
     def close(self) -> None:
         """The files, the progress, the thread that reads ahead."""
@@ -95,7 +101,7 @@ def train(run: Run, cursor: Cursor) -> Outcome:
             taken = result.applied and _due(settings.evaluate.every, cursor.step, plan.steps)
             if taken:
                 loss = _evaluate(run, record)
-            run.metrics.write(record, applied=result.applied)
+            _write(run, record, applied=result.applied)
             cursor = run.responder.respond(before, cursor, fed, result, recovery)
             skipped_in_a_row = 0 if result.applied or recovery else skipped_in_a_row + 1
             if skipped_in_a_row == MOST_SKIPPED:
@@ -103,6 +109,7 @@ def train(run: Run, cursor: Cursor) -> Outcome:
             asked = int(result.signals.maxima[0]) if result.signals else 0
             if _keep(run, cursor, result, asked=asked, loss=loss if taken else None):
                 saved = cursor.step
+                _sample(run, cursor, asked=asked)
             if asked:
                 _finish(run, cursor)
                 return Outcome(cursor, reason(asked), loss)
@@ -112,6 +119,25 @@ def train(run: Run, cursor: Cursor) -> Outcome:
         _save(run, cursor, {})
     _finish(run, cursor)
     return Outcome(cursor, None, loss)
+
+
+def _write(run: Run, record: dict[str, Any], *, applied: bool) -> None:
+    """The record of an attempt, with the time at which it is written."""
+    record["time/wall"] = time.time()
+    line = run.metrics.write(record, applied=applied)
+    run.layers.write({name: line[name] for name in ("step", "attempt", "segment")})
+
+
+def _sample(run: Run, cursor: Cursor, *, asked: int) -> None:
+    """A text of the state that was just saved, where one is due; that of the last state comes at the end."""
+    if asked or cursor.step == run.plan.steps or not run.sampler.due(cursor.step):
+        return
+    run.heart.beat(cursor.step, "save")
+    run.checkpoints.wait()
+    text = run.sampler.write(cursor, run.checkpoints.latest() if run.sampler.is_main else None)
+    if text is not None:
+        run.metrics.text("sample", text, step=cursor.step)
+        run.metrics.note(f"step {cursor.step}  a text that it wrote: {text!r}")
 
 
 def _profiling(run: Run) -> Profiling:
@@ -136,12 +162,19 @@ def _attempt(run: Run, cursor: Cursor, fed: LoadedStep, *, asked: int) -> tuple[
         if wanted:
             taken.append(Fingerprint.of(found))
 
+    layers = run.layers.due(cursor.step + 1)
+
+    def judge(signals: Signals) -> bool:
+        if layers:
+            run.layers.look(run.engine)
+        return guard.judge(signals)
+
     run.heart.beat(cursor.step, "train_step")
     result = run.engine.train_step(
         faults.batches(cursor, fed.batches, data_rank=run.engine.mesh.dp.rank),
         lr=lr,
         tried=cursor.step + 1,
-        judge=guard.judge,
+        judge=judge,
         maxima=(asked, run.peak_bytes(), *_costs(run, cursor)),
         on_gradients=on_gradients if wanted or faults.faults else None,
     )
@@ -220,6 +253,9 @@ def _record(
     record["lr"] = lr
     record["tokens/total"] = cursor.tokens + (result.valid_tokens if result.applied else 0)
     record["time/step_seconds"] = result.seconds
+    record["time/sample_seconds"] = run.sampler.take()  # of what was written after the attempt before
+    if cursor.attempt == run.responder.started:
+        record["time/startup_seconds"] = time.time() - run.started - result.seconds
     if result.signals is None:
         return record
     signals = result.signals
@@ -259,12 +295,14 @@ def _evaluate(run: Run, record: dict[str, Any]) -> HeldOutLoss | None:
     if settings.batches == 0:
         return None
     run.heart.beat(record["step"], "evaluate")
+    start = time.perf_counter()
     loss = evaluate(
         run.engine,
         run.held_out,
         micro_batch=run.plan.batches.micro_batch,
         windows=run.plan.held_out_windows,
     )
+    record["time/evaluate_seconds"] = time.perf_counter() - start
     if loss is not None:
         record["loss/eval"] = loss.mean
         if len(loss.sources) > 1:

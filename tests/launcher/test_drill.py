@@ -8,9 +8,12 @@ from pathlib import Path
 import pytest
 
 from launcher.__main__ import main
-from launcher.drill import Result, good
+from launcher.drill import CLEAN, Result, good, page
+from launcher.monitor import History, Kind, Observation, Verdict
+from launcher.picture import Picture
 from tests.launcher.test_failing_rank import environment
 from tests.launcher.test_monitored import place
+from tests.launcher.test_report import Page
 
 __all__ = ["place"]
 
@@ -45,6 +48,18 @@ def test_a_run_that_is_worse_than_the_clean_one_is_not_ok() -> None:
     assert not good(Result(**{**vars(fine), "difference": 0.03}))
     assert not good(Result(**{**vars(fine), "detected": None}))
     assert not good(Result(**{**vars(fine), "state": "failed"}))
+
+
+def test_its_page_stands_alone() -> None:
+    picture = Picture()
+    picture.panel("clean").add(Observation(1, 2.0), Verdict(Kind.OK, History()))
+    clean = Result("dp2", CLEAN, "finished", held_out=2.0)
+    bad = Result("dp2", "lr", "failed", fired=80, detected=81, verdict="skip", cause="<b>why")
+    made = Page(page([clean, bad], picture))
+    assert "1 of 2 runs are not ok." in made.inside["p"][0] and "<b>why" in made.inside["td"]
+    (image,) = [attributes for tag, attributes in made.tags if tag == "img"]
+    assert (image["src"] or "").startswith("data:image/png;base64,")
+    assert made.inside["th"][:2] == ["layout", "fault"] and "not ok (failed)" in made.inside["td"]
 
 
 @pytest.mark.parametrize(
