@@ -1,5 +1,6 @@
 """Training speed and memory against transformers' Llama: `make bench`, or `python -m benchmarks.training`.
 
+--entries peer torchtitan ... adds transformers without torch.compile, and torchtitan where it is installed.
 Each turn is a fresh process; each round has one turn of every entry, in rotated order; numbers are medians,
 ratios are medians of the ratios within a round. `control` is the peer entered a second time: its ratio says
 what the numbers are worth. Data loading is not measured. The last line is everything as JSON.
@@ -17,7 +18,11 @@ from typing import Any
 
 from benchmarks.compare import order, pairwise_ratio, spread, table
 
-RUNS = {"engine": "engine", "module": "module", "peer": "peer", "control": "peer"}  # entry -> what it runs
+# entry -> what it runs
+RUNS = {
+    **{name: name for name in ("engine", "module", "peer", "peer_compiled", "torchtitan")},
+    "control": "peer_compiled",
+}
 
 
 def run_turn(what: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -122,16 +127,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--warmup", type=int, default=2, help="updates of a turn that are not timed")
     parser.add_argument("--steps", type=int, default=4, help="updates of a turn that are timed")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
-    parser.add_argument("--model", choices=["fixed", "smoke"], default="fixed")
+    parser.add_argument("--model", choices=["fixed", "long", "smoke"], default="fixed")
     parser.add_argument("--micro-batch", type=int, default=4)
     parser.add_argument("--sequence-length", type=int, default=512)
-    parser.add_argument("--entries", nargs="+", choices=RUNS, default=["engine", "peer", "control"])
-    parser.add_argument("--reference", choices=RUNS, default="peer")
+    parser.add_argument(
+        "--entries", nargs="+", choices=RUNS, default=["engine", "module", "peer_compiled", "control"]
+    )
+    parser.add_argument("--reference", choices=RUNS, default="peer_compiled")
     parser.add_argument("--json", help="also write the result to this file")
     options = parser.parse_args()
     if options.reference not in options.entries:

@@ -30,7 +30,6 @@ OWNERS = {  # a library and the one package that may touch it
 }
 OPTIONAL = {
     "triton",
-    "liger_kernel",
     "sentencepiece",
     "transformers",
     "lm_eval",
