@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from conf.typed import parse
 from megamodel.accounting import flops_per_token, parameter_count
 from megamodel.attention import GroupedAttention
 from megamodel.config import Model
@@ -198,13 +199,16 @@ def build_torchtitan(model: Model, rows: int, precision: str) -> tuple[Step, int
     return plain_loop(peer, peer, precision), sum(p.numel() for p in peer.parameters())
 
 
-def forms(precision: Any) -> tuple[Any, Any]:
-    """(choices of a run with compiled blocks, its settings)."""
+def forms(precision: Any, switches: dict[str, str] | None = None) -> tuple[Any, Any]:
+    """(choices of a run, its settings): with compiled blocks, or what the switches say and nothing else."""
     from megamodel.choose import choose, this_machine
     from megamodel.kernels.config import Kernels
 
     machine = this_machine(torch.device("cpu"))
-    settings = Kernels(compile="none" if machine.compiler else "block")
+    if switches is None:
+        settings = Kernels(compile="none" if machine.compiler else "block")
+    else:
+        settings = parse(Kernels, {k: v for k, v in switches.items() if not k.startswith("recompute")})
     return choose(settings, machine, precision), settings
 
 
@@ -227,7 +231,9 @@ def build_module(model: Model, rows: int, precision: str) -> tuple[Step, int]:
     return master_loop(module, objective, precision), sum(p.numel() for p in module.parameters())
 
 
-def build_engine(model: Model, rows: int, precision: Any) -> tuple[Step, int]:
+def build_engine(
+    model: Model, rows: int, precision: Any, switches: dict[str, str] | None = None
+) -> tuple[Step, int]:
     import torch.distributed as dist
 
     from megamodel.choose import chunked, equip
@@ -243,13 +249,16 @@ def build_engine(model: Model, rows: int, precision: Any) -> tuple[Step, int]:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         start.adopt(0)
     clock = Clock()
-    choices, settings = forms(precision)
+    choices, settings = forms(precision, switches)
+    again: Any = (switches or {}).get("recompute", "none")
     engine = Engine(
         layers(
             model,
             seed=0,
             documents=False,
             parallel=TensorParallel(),
+            recompute=again,
+            recompute_every=int((switches or {}).get("recompute_every", 1)),
             clock=clock,
             equip=lambda part: equip(part, choices),
         ),
@@ -282,10 +291,15 @@ BUILDERS = {
 }
 
 
+def more(options: argparse.Namespace) -> dict[str, Any]:
+    """Switches, where they are given: for the engine only."""
+    return {} if options.switches is None else {"switches": json.loads(options.switches)}
+
+
 def rehearse(options: argparse.Namespace) -> int:
     """One update of the smallest model, so that every library is loaded; then the memory all that takes."""
     build, model = BUILDERS[options.entry], MODELS["smoke"]
-    step, _ = build(model, options.micro_batch, options.precision)
+    step, _ = build(model, options.micro_batch, options.precision, **more(options))
     step(batches(model, options.micro_batch, 32)[0])
     del step
     gc.collect()
@@ -297,7 +311,8 @@ def training_turn(options: argparse.Namespace) -> dict[str, Any]:
     """Time whole updates; memory is the process's peak beyond what it had after its imports."""
     model = MODELS[options.model]
     imported = rehearse(options)
-    step, parameters = BUILDERS[options.entry](model, options.micro_batch, options.precision)
+    build = BUILDERS[options.entry]
+    step, parameters = build(model, options.micro_batch, options.precision, **more(options))
     if parameters != parameter_count(model):
         raise ValueError(f"{options.entry} has {parameters} parameters, not {parameter_count(model)}")
     feed = batches(model, options.micro_batch, options.sequence_length)
@@ -342,6 +357,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--switches", help="JSON of settings of kernels, recompute and recompute_every")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     turn = matmul_turn if options.entry == "matmul" else training_turn
