@@ -178,7 +178,9 @@ def _train(
     run = Run(
         plan=settled,
         engine=engine,
-        feed=Prefetcher(loader, data_rank=mesh.dp.rank, data_size=mesh.dp.size),
+        feed=Prefetcher(
+            loader, data_rank=mesh.dp.rank, data_size=mesh.dp.size, pin=mesh.device.type == "cuda"
+        ),
         held_out=held_out,
         metrics=metrics,
         checkpoints=checkpoints,

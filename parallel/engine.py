@@ -281,9 +281,13 @@ class Engine:
             self._engine.optimizer.destroy()
 
     def _feed(self, batches: Sequence[BatchLike], weight: float) -> Iterator[tuple[Any, Any]]:
-        scale = torch.tensor(weight, dtype=torch.float32)
+        device = self.mesh.device
+        scale = torch.tensor(weight, dtype=torch.float32).to(device)
         for batch in batches:
-            yield (batch.tokens, batch.positions, batch.samples), (batch.targets, scale)
+            # From pinned memory this waits for nothing.
+            tensors = (batch.tokens, batch.positions, batch.samples, batch.targets)
+            tokens, positions, samples, targets = (t.to(device, non_blocking=True) for t in tensors)
+            yield (tokens, positions, samples), (targets, scale)
 
     def _count_valid(self, batches: Sequence[BatchLike]) -> int:
         count = sum(batch.valid_tokens for batch in batches)
@@ -349,7 +353,7 @@ class Engine:
             flat.copy_(total.view(piece.shape)[piece.slices].reshape(-1))
 
     @torch.no_grad()
-    def _decide(self) -> Tensor | None:
+    def _decide(self) -> float | None:
         """Signals of this step, judged: the norm when the update is to be applied, None when not."""
         norm = self.partition.norm()
         dp = self.mesh.dp.size
@@ -374,7 +378,7 @@ class Engine:
         self._signals = _signals(values, dp, inner.numel() // 2, self._valid_tokens)
         # The judge sees non-finite steps too, to record them; its answer cannot apply them.
         self._applied = self._judge(self._signals) and not self._signals.non_finite
-        return norm if self._applied else None
+        return self._signals.norm if self._applied else None
 
     def _auxiliary_slots(self) -> Tensor:
         """A slot for each auxiliary loss, stage and data rank: this rank's own are filled."""

@@ -80,7 +80,7 @@ class GuardedEngine(PipelineEngine):
     """DeepSpeed's engine with our sums before the reduction and our judgement before the update."""
 
     def attach(
-        self, before_reduce: Callable[[], None], decide: Callable[[], Tensor | None], partition: ZeroPartition
+        self, before_reduce: Callable[[], None], decide: Callable[[], float | None], partition: ZeroPartition
     ) -> None:
         self._before_reduce = before_reduce
         self._decide = decide

@@ -172,9 +172,9 @@ class ZeroPartition:
             dist.all_reduce(total, group=self.mesh.world.handle)
         return total.sqrt()
 
-    def step(self, norm: Tensor) -> None:
+    def step(self, norm: float) -> None:
         """Clip by the given norm and update masters, moments and weights."""
-        over = (float(norm) + 1e-6) / self.clip_norm if self.clip_norm > 0 else 0.0
+        over = (norm + 1e-6) / self.clip_norm if self.clip_norm > 0 else 0.0
         if over > 1.0:
             for gradient in self._gradients:
                 gradient.mul_(1.0 / over)
