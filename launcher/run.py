@@ -36,7 +36,7 @@ from launcher.rewind import Recorded, Rewinder, applied_again, recorded
 from launcher.rundirectory import RunDirectory, versions
 from launcher.sampling import Sampler
 from launcher.sinks import check_installed, deliveries
-from launcher.telling import beginning, dry_run_text, ended, ending, overridden, prevention
+from launcher.telling import beginning, compiled_text, dry_run_text, ended, ending, overridden, prevention
 from launcher.train import Outcome, Run
 from launcher.train import train as loop
 from megamodel.accounting import flops_per_token
@@ -49,6 +49,7 @@ from megamodel.data.prefetch import Prefetcher
 from megamodel.data.prepare import prepare as prepare_data
 from megamodel.data.prepared import Prepared
 from megamodel.dropout import Clock
+from megamodel.kernels.compiler import counted
 from megamodel.loss import Loss
 from megamodel.model import layers
 from megamodel.moe import Routed
@@ -201,6 +202,8 @@ def _train(
         outcome = loop(run, cursor)
     finally:
         run.close()
+    if config.kernels.compile == "block":
+        log.info(compiled_text(counted()))  # on the main rank's terminal, in every rank's log
     if mesh.is_main:
         _tell(directory, settled, prepared, held_out, outcome, checkpoints)
     exchange.everyone(None)  # leave together

@@ -6,8 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch._dynamo.utils import counters
 
-from megamodel.kernels.compiler import problem
+from megamodel.kernels.compiler import counted, problem
 from tests.parallel.training import Case, one_process, train
 from tests.spawn import Ranks
 
@@ -46,6 +48,25 @@ def test_the_curve_is_the_same(switch: str, layout: str, ranks: Ranks) -> None:
 def test_the_forms_of_experts_too(form: str, ranks: Ranks) -> None:
     like = replace(MODEL, variant="experts", steps=5)
     check(replace(like, tp=2, kernels=(("experts", form),)), like, ranks)
+
+
+@pytest.mark.skipif(problem(cuda=False) is not None, reason=str(problem(cuda=False)))
+def test_compiled_blocks_are_compiled_once(ranks: Ranks) -> None:
+    """All blocks share a graph, a step is no reason for another, and the curve is the same."""
+    like = replace(MODEL, steps=4)
+    expected = reference(like)
+    compiled = replace(like, kernels=(("compile", "block"),))
+    (found,) = ranks.run(1, train_and_count, compiled)
+    np.testing.assert_allclose(found["loss"], expected["loss"], rtol=1e-5)
+    made = found["compiled"]
+    # A graph before and one after the attention, which looks at where documents end: not one a block or step.
+    assert 1 <= made.graphs <= 4 and not made.beyond_limit
+
+
+def train_and_count(case: Case) -> dict[str, Any]:
+    torch._dynamo.reset()
+    counters.clear()
+    return {"loss": train(case)["loss"], "compiled": counted()}
 
 
 @pytest.mark.slow
