@@ -3,6 +3,7 @@
 Exit codes: 0 done, 1 failed run, 2 wrong input.
 """
 
+import contextlib
 import dataclasses
 import difflib
 import os
@@ -19,6 +20,7 @@ from launcher.commands import COMMANDS, Command
 from launcher.failure import DONE, guarded
 from launcher.help import command_help, option_parser, overview
 from launcher.rundirectory import RunDirectory
+from launcher.stopping import ignore_signals, stop_signals
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,7 +28,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = [a for a in (sys.argv[1:] if argv is None else argv) if not is_local_rank(a)]
     rank = rank_for_messages(os.environ)
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    return guarded(lambda: run(arguments, os.environ), rank=rank, error_file=error_file)
+    # From the first moment: a signal that comes while libraries are imported must not kill a run unsaid.
+    with stop_signals() if is_run(arguments) else contextlib.nullcontext():
+        return guarded(lambda: run(arguments, os.environ), rank=rank, error_file=error_file)
+
+
+def is_run(arguments: Sequence[str]) -> bool:
+    """Whether the command trains, so that a signal is a request; all others end at once."""
+    short = {"-h", "--help", "-c", "--cfg", "dry_run=true"}
+    return list(arguments[:1]) == ["train"] and not short & set(arguments)
 
 
 def is_local_rank(argument: str) -> bool:
@@ -163,4 +173,7 @@ def numbered(tree: Any, number: int) -> Any:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    if is_run(sys.argv[1:]):
+        ignore_signals()  # while the interpreter takes itself down
+    sys.exit(code)

@@ -134,7 +134,7 @@ class FailureWatch:
             watching = self._connect()
             threading.Thread(target=self._watch, args=(watching,), name="failure-watch", daemon=True).start()
         if self._heart is not None:
-            self._heart.start(self._connect() if self.world_size > 1 else None, self._accuse)
+            self._heart.start(self._connect() if self.world_size > 1 else None, self._accuse, self._connect)
         return self
 
     def __exit__(

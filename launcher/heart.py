@@ -27,6 +27,7 @@ from launcher.heartbeat import (
     Beat,
     Finding,
     Heartbeat,
+    interval,
     killed,
     silent,
     stragglers,
@@ -36,6 +37,7 @@ from launcher.stacks import main_frame, waits, where, write_stacks
 
 log = logging.getLogger(__name__)
 KEY = "megamodel/heartbeat"
+RETRY_SECONDS = 1.0  # after a call of the store has failed
 STEPS = 20  # whose work a sign of life speaks of
 
 
@@ -56,20 +58,26 @@ class Seen:
 
 
 def process_state(pid: int) -> tuple[str, int] | None:
-    """(state letter, start time) of a process of this machine; None when there is none or no /proc."""
+    """(state letter, start time) of a process of this machine; None when there is none or no /proc.
+
+    OSError when it cannot be looked at: too many open files say nothing about the process.
+    """
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return None
     values = text.rpartition(")")[2].split()  # the name before it may hold spaces
     return values[0], int(values[19])
 
 
 def is_gone(beat: Beat) -> bool:
-    """Whether the process that gave this sign, on this machine, has ended."""
+    """Whether the process that gave this sign, on this machine, has ended; False where that is not known."""
     if not beat.started:
         return False
-    found = process_state(beat.pid)
+    try:
+        found = process_state(beat.pid)
+    except OSError:
+        return False
     return found is None or found[1] != beat.started or found[0] in "ZX"
 
 
@@ -78,15 +86,17 @@ class Heart:
 
     def __init__(self, settings: Heartbeat, place: Placement, *, logs: Path) -> None:
         self.settings, self.rank, self.size = settings, place.rank, place.world_size
-        self._every = max(settings.every_seconds, self.size / 100 if self.size > 1000 else 0)
+        self._every = interval(settings, self.size)
         first = self.rank - place.local_rank
         self._near = [r for r in range(first, first + place.local_size) if r != self.rank and r < self.size]
         others = range(self.size) if self.rank == 0 else sorted({0, *self._near})
         self._watched = [rank for rank in others if rank != self.rank]
         self._logs = logs
         self._host, self._pid = socket.gethostname(), os.getpid()
-        own = process_state(self._pid)
-        self._started = own[1] if own else 0
+        self._started = 0
+        with contextlib.suppress(OSError):
+            own = process_state(self._pid)
+            self._started = own[1] if own else 0
         self._mark: tuple[int, str, float] = (0, "prepare", time.monotonic())
         self._warm = False
         self._work: deque[float] = deque(maxlen=STEPS)
@@ -97,6 +107,8 @@ class Heart:
         self._threads: list[threading.Thread] = []
         self._slow: tuple[int, ...] = ()
         self._store: Store | None = None
+        self._reconnect: Callable[[], Store] | None = None
+        self._warned = False
         self._accuse: Callable[[Finding, bool], None] = lambda finding, reachable: None
 
     def beat(self, step: int, phase: str) -> None:
@@ -108,11 +120,17 @@ class Heart:
         """How long this rank's own work on a step has taken."""
         self._work.append(seconds)
 
-    def start(self, store: Store | None, accuse: Callable[[Finding, bool], None]) -> None:
-        """Begin. accuse: told of what is found, and whether the store can be reached; called in a thread."""
+    def start(
+        self,
+        store: Store | None,
+        accuse: Callable[[Finding, bool], None],
+        reconnect: Callable[[], Store] | None = None,
+    ) -> None:
+        """Begin. accuse: told of what is found, and whether the store can be reached; called in a thread.
+        reconnect: a new connection to the store, for one that has failed."""
         if not self.settings.timeout_seconds:
             return
-        self._store, self._accuse = store, accuse
+        self._store, self._accuse, self._reconnect = store, accuse, reconnect
         self._round = time.monotonic()
         self._seen = {rank: Seen(None, self._round) for rank in self._watched}
         for work, name in ((self._tell, "heart"), (self._supervise, "heart-store")):
@@ -157,7 +175,9 @@ class Heart:
         others = [near for near in self._near if near < self.rank and near != rank]
         if any(not is_gone(self._beats()[near]) for near in others if near in self._beats()):
             return
-        state = (process_state(beat.pid) or ("?", 0))[0]
+        state = "?"
+        with contextlib.suppress(OSError):
+            state = (process_state(beat.pid) or ("?", 0))[0]
         log.error(f"rank {rank}'s process {beat.pid} (state {state}) is killed", extra={"file_only": True})
         with contextlib.suppress(OSError):
             os.kill(beat.pid, signal.SIGKILL)
@@ -196,9 +216,11 @@ class Heart:
             try:
                 own = self._exchange()
             except Exception as error:
-                # The store is gone with its process: the failure watch sees the same, and says so.
-                log.debug(f"heartbeat: {error}")
-                return
+                # One failed call is no failed store; `_supervise` ends it when none succeeds for too long.
+                wait = min(self._every, RETRY_SECONDS)
+                if not self._over.wait(wait):
+                    self._mend(error)
+                continue
             finding = self._judge(own)
             if finding is not None:
                 self._accuse(finding, True)
@@ -209,6 +231,15 @@ class Heart:
         with contextlib.suppress(Exception):
             if self._store is not None:
                 self._store.set(f"{KEY}/{self.rank}", self._own(time.monotonic()).as_json())
+
+    def _mend(self, error: Exception) -> None:
+        """Take a new connection in place of one that has failed."""
+        if not self._warned:
+            self._warned = True
+            log.warning(f"heartbeat: the rendezvous store fails ({error}); trying again")
+        if self._reconnect is not None:
+            with contextlib.suppress(Exception):  # the next exchange fails, and it is tried again
+                self._store = self._reconnect()
 
     def _exchange(self) -> Beat:
         """Give a sign, take those of others."""

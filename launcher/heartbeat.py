@@ -9,6 +9,7 @@ from typing import Literal
 from conf.typed import config, setting
 
 UNLIMITED = 1e9
+LEAST_SECONDS = 0.05  # from beat to beat
 # How much longer than heartbeat.timeout_seconds a phase may take: what waits for a disk, evaluates a whole
 # corpus or computes steps again makes no other sign. `prepare` reads the corpus: hours, on one rank.
 ALLOWED = {"prepare": UNLIMITED, "save": 4.0, "evaluate": 4.0, "monitor": 4.0}
@@ -37,15 +38,26 @@ class Heartbeat:
 
     def __post_init__(self) -> None:
         every, timeout = self.every_seconds, self.timeout_seconds
-        if every <= 0 or (timeout and timeout < 3 * every):
+        if not every >= LEAST_SECONDS or (timeout and not timeout >= 3 * every):
             raise ValueError(
-                f"heartbeat.every_seconds ({every}) must be above 0 and heartbeat.timeout_seconds "
-                f"({timeout}) at least 3 times that, or 0"
+                f"heartbeat.every_seconds ({every}) must be at least {LEAST_SECONDS} and "
+                f"heartbeat.timeout_seconds ({timeout}) at least 3 times that, or 0"
             )
         if self.straggler_factor and self.straggler_factor <= 1:
             raise ValueError(
                 f"heartbeat.straggler_factor ({self.straggler_factor}) must be above 1 (1.3 is usual), or 0"
             )
+
+
+def interval(settings: Heartbeat, size: int) -> float:
+    """Seconds from beat to beat among so many processes; ValueError where the timeout is too short for it."""
+    every = max(settings.every_seconds, size / 100 if size > 1000 else 0.0)
+    if settings.timeout_seconds and settings.timeout_seconds < 3 * every:
+        raise ValueError(
+            f"heartbeat.timeout_seconds ({settings.timeout_seconds}) is too short for {size} processes, "
+            f"which give a sign every {every:g} s; use at least {3 * every:g}, or 0 for none"
+        )
+    return every
 
 
 @dataclass(frozen=True)

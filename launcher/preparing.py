@@ -8,8 +8,10 @@ from typing import Any
 from launcher.config import Prepare
 from launcher.failure import DONE
 from launcher.log import logging_to
+from megamodel.data.config import Data
 from megamodel.data.prepare import prepare as prepare_data
 from megamodel.data.prepared import Prepared
+from megamodel.tokenizer import TokenizerConfig
 
 log = logging.getLogger(__name__)
 TOLD_EVERY_TOKENS = 10_000_000
@@ -21,6 +23,33 @@ def prepare(config: Prepare) -> int:
         prepared = prepare_data(config.data, config.tokenizer, progress=progress())
     print(prepared_text(prepared) if config.format == "text" else json.dumps(prepared_facts(prepared)))
     return DONE
+
+
+class Asked(Exception):
+    """A signal asks for a stop."""
+
+
+def prepare_unless(asked: Callable[[], int], data: Data, tokenizer: TokenizerConfig) -> bool:
+    """Build what is missing; False where a stop was asked for before it was complete.
+
+    What was built until then is thrown away. Ctrl-C reaches the encoding processes too, so that any error
+    after a request is its consequence.
+    """
+    told = progress()
+
+    def tell(source: str, tokens: int) -> None:
+        if asked():
+            raise Asked
+        told(source, tokens)
+
+    try:
+        prepare_data(data, tokenizer, progress=tell)
+    except Exception as error:
+        if not asked():
+            raise
+        log.info(f"the data are not prepared: asked to stop before ({type(error).__name__})")
+        return False
+    return True
 
 
 def progress() -> Callable[[str, int], None]:

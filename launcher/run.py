@@ -8,19 +8,19 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
 import torch
 
 from checkpoints.choose import Rewind
-from checkpoints.imported import IMPORTED
-from checkpoints.manager import About, Manager, Restored, holds_run
+from checkpoints.manager import About, Manager, Restored
 from checkpoints.snapshots import state_bytes
 from conf.schema import Difference, plain
+from launcher.accepting import Acceptor
 from launcher.cluster import Placement, placement
-from launcher.config import Config, Plan, allowed, check_resume, check_same, plan
+from launcher.config import Config, Plan, check_same, plan
 from launcher.events import FILE, Events, records
 from launcher.failure import DONE, FailureWatch
 from launcher.faults import Faults, poisoned
@@ -28,14 +28,16 @@ from launcher.guard import Guard
 from launcher.hardware import peak_flops
 from launcher.heart import Heart
 from launcher.layers import LayerStatistics
+from launcher.leaving import agreed, is_over, leave
 from launcher.log import logging_to
 from launcher.metrics import MetricsWriter, flattened
-from launcher.preparing import progress
+from launcher.preparing import prepare_unless
 from launcher.responding import Responder
 from launcher.rewind import Recorded, Rewinder, applied_again, recorded
 from launcher.rundirectory import RunDirectory, versions
 from launcher.sampling import Sampler
 from launcher.sinks import check_installed, deliveries
+from launcher.stopping import StopRequest, ended_by_term, reason, stop_signals
 from launcher.telling import beginning, compiled_text, dry_run_text, ended, ending, overridden, prevention
 from launcher.train import Outcome, Run
 from launcher.train import train as loop
@@ -74,55 +76,56 @@ def train(config: Config) -> int:
     settled = plan(config, world_size=place.world_size, cuda=device.type == "cuda")
     directory = RunDirectory(settled.directory)
     torch.set_num_threads(config.hardware.threads or max(1, _cores() // place.local_size))
-    if not config.dry_run and _is_over(settled, directory, rank=place.rank):
+    if not config.dry_run and is_over(settled, directory, rank=place.rank):
         return DONE
     logs = directory.log_file(place.rank) if not config.dry_run else None
     with (
+        nullcontext(StopRequest()) if config.dry_run else stop_signals(deadline) as stop,
         logging_to(logs, rank=place.rank, level=config.run.log_level),
-        joined(place, config, device) as name,
     ):
-        heart = Heart(config.heartbeat, place, logs=directory.path / "logs")
-        with watched(place, directory, name, None if config.dry_run else heart):
-            mesh = build_mesh(tp=config.parallel.tp, pp=config.parallel.pp, device=device)
-            if config.dry_run:
-                _dry_run(settled, mesh)
-            else:
-                _train(settled, mesh, directory, heart, started, deadline)
+        if stop.ends_at_once(place.world_size):
+            leave(directory, stop.signalled, is_main=place.rank == 0)
+            return DONE
+        _together(settled, place, device, directory, started, stop)
     return DONE
 
 
-def _is_over(settled: Plan, directory: RunDirectory, *, rank: int) -> bool:
-    """Whether there is nothing left to do; ValueError when resume=none would mix with a run."""
-    if settled.config.resume == "none" and holds_run(directory.path, settled.config.checkpoint):
-        raise ValueError(
-            f"{directory.path} holds a run and resume=none starts a new one; "
-            "give another run.name or run.dir, or resume=auto to go on"
-        )
-    status = directory.status()
-    saved = directory.saved_config()
-    if settled.config.resume != "auto" or not status or status["state"] != "finished" or saved is None:
-        return False
-    check_resume(saved, settled.config)
-    if status["step"] < settled.steps:
-        return False
-    if rank == 0:
-        print(f"{directory.path} is finished at step {status['step']}; nothing to do")
-    return True
+def _together(
+    settled: Plan,
+    place: Placement,
+    device: torch.device,
+    directory: RunDirectory,
+    started: float,
+    stop: StopRequest,
+) -> None:
+    """Meet the other processes, and do the work of the run with them."""
+    config = settled.config
+    heart = Heart(config.heartbeat, place, logs=directory.path / "logs")
+    with (
+        joined(place, config, device) as name,
+        watched(place, directory, name, None if config.dry_run else heart),
+    ):
+        mesh = build_mesh(tp=config.parallel.tp, pp=config.parallel.pp, device=device)
+        if config.dry_run:
+            _dry_run(settled, mesh)
+        else:
+            _train(settled, mesh, directory, heart, started, stop)
 
 
 @contextmanager
 def joined(place: Placement, config: Config, device: torch.device) -> Iterator[str]:
     """The processes in one group; the name of this start."""
-    name = start(
-        rank=place.rank,
-        world_size=place.world_size,
-        local_rank=place.local_rank,
-        address=place.master_addr,
-        port=place.master_port,
-        device=device,
-        timeout=timedelta(seconds=config.run.timeout_seconds),
-        agent_store=place.agent_store,
-    )
+    with ended_by_term(place.world_size > 1):
+        name = start(
+            rank=place.rank,
+            world_size=place.world_size,
+            local_rank=place.local_rank,
+            address=place.master_addr,
+            port=place.master_port,
+            device=device,
+            timeout=timedelta(seconds=config.run.timeout_seconds),
+            agent_store=place.agent_store,
+        )
     try:
         yield name
     finally:
@@ -143,14 +146,33 @@ def watched(place: Placement, directory: RunDirectory, name: str, heart: Heart |
 
 
 def _train(
-    settled: Plan, mesh: Mesh, directory: RunDirectory, heart: Heart, started: float, deadline: float | None
+    settled: Plan, mesh: Mesh, directory: RunDirectory, heart: Heart, started: float, stop: StopRequest
 ) -> None:
-    """Assemble, restore, train, and tell how it went."""
+    """See that all ranks have the same, prepare the data, train."""
     config = settled.config
     exchange = exchange_over(mesh.world)
     _check_same(config, exchange)
-    prepared = _prepared(config, mesh, exchange)
-    heart.beat(0, "start")
+    prepared = _prepared(config, mesh, exchange, stop)
+    asked = agreed(exchange, stop)
+    if asked or prepared is None:
+        leave(directory, asked, is_main=mesh.is_main)
+    else:
+        heart.beat(0, "start")
+        _train_on(prepared, settled, mesh, exchange, directory, heart, started, stop)
+
+
+def _train_on(
+    prepared: Prepared,
+    settled: Plan,
+    mesh: Mesh,
+    exchange: Exchange,
+    directory: RunDirectory,
+    heart: Heart,
+    started: float,
+    stop: StopRequest,
+) -> None:
+    """Assemble, restore, train, and tell how it went, on data that are there."""
+    config = settled.config
     loader, held_out = _data(settled, prepared)
     engine = build_engine(settled, mesh)
     about = About(plain(config), _library_versions(), prepared.tokenizer.hash)
@@ -158,7 +180,7 @@ def _train(
     past_events = exchange.share(_past(directory))
     rewound = [Recorded(*values) for values in past_events["rewinds"]]
     past = [Rewind(event.attempt, event.snapshot_step) for event in rewound]
-    acceptor = _Acceptor(settled, prepared)
+    acceptor = Acceptor(settled, prepared)
     restored = checkpoints.restore(engine, config.resume, rewinds=past, accept=acceptor)
     cursor, budget = applied_again(restored.cursor if restored else Cursor(), rewound)
     directory.begin(config, rank=mesh.world.rank, step=cursor.step, extra=_machine(mesh))
@@ -191,22 +213,29 @@ def _train(
         flops_per_token=flops_per_token(config.model, config.train.sequence_length).training,
         peak_flops=_peak(settled, mesh),
         peak_bytes=_peak_bytes(mesh.device),
-        deadline=deadline,
+        stop=stop,
         heart=heart,
         sampler=Sampler(config, prepared, checkpoints.files, directory, mesh.is_main),
         layers=LayerStatistics(directory, exchange, every=config.statistics.layers_every),
         started=started,
     )
+    _carried_out(run, prepared, cursor, acceptor.changed, restored)
+    exchange.everyone(None)  # leave together
+
+
+def _carried_out(
+    run: Run, prepared: Prepared, cursor: Cursor, changed: list[Difference], restored: Restored | None
+) -> None:
     try:
-        _introduce(run, prepared, cursor, acceptor.changed, restored)
-        outcome = loop(run, cursor)
+        _introduce(run, prepared, cursor, changed, restored)
+        asked = agreed(run.responder.exchange, run.stop)
+        outcome = Outcome(cursor, reason(asked), None) if asked else loop(run, cursor)
     finally:
         run.close()
-    if config.kernels.compile == "block":
+    if run.plan.config.kernels.compile == "block":
         log.info(compiled_text(counted()))  # on the main rank's terminal, in every rank's log
-    if mesh.is_main:
-        _tell(directory, settled, prepared, held_out, outcome, checkpoints)
-    exchange.everyone(None)  # leave together
+    if run.engine.mesh.is_main:
+        _tell(run, prepared, outcome)
 
 
 def _check_same(config: Config, exchange: Exchange) -> None:
@@ -246,23 +275,16 @@ def _introduce(
         run.metrics.note(overridden(settled, cursor, changed))
 
 
-def _tell(
-    directory: RunDirectory,
-    settled: Plan,
-    prepared: Prepared,
-    held_out: HeldOut,
-    outcome: Outcome,
-    checkpoints: Manager,
-) -> None:
+def _tell(run: Run, prepared: Prepared, outcome: Outcome) -> None:
     """What the run came to. It is over and saved: what goes wrong here does not make it a failed one."""
     state = "stopped" if outcome.stopped_by else "finished"
-    directory.set_status(state, reason=outcome.stopped_by or "", step=outcome.cursor.step)
+    run.directory.set_status(state, reason=outcome.stopped_by or "", step=outcome.cursor.step)
     try:
-        facts = ended(settled, prepared, held_out, outcome, checkpoints)
+        facts = ended(run.plan, prepared, run.held_out, outcome, run.checkpoints)
     except Exception as error:
         log.warning(f"the end of the run could not be told ({type(error).__name__}: {error})", exc_info=True)
         return
-    print(json.dumps(facts) if settled.config.format == "json" else ending(facts))
+    print(json.dumps(facts) if run.plan.config.format == "json" else ending(facts))
 
 
 def _past(directory: RunDirectory) -> dict[str, list[Any]]:
@@ -331,12 +353,16 @@ def build_engine(settled: Plan, mesh: Mesh) -> Engine:
     )
 
 
-def _prepared(config: Config, mesh: Mesh, exchange: Exchange) -> Prepared:
-    """The main rank builds what is missing, the others wait; then each opens it, and all must agree."""
-    if mesh.is_main:
-        prepare_data(config.data, config.tokenizer, progress=progress())
+def _prepared(config: Config, mesh: Mesh, exchange: Exchange, stop: StopRequest) -> Prepared | None:
+    """The main rank builds what is missing, the others wait; then each opens it, and all must agree.
+
+    None on all ranks where a signal has ended the building.
+    """
+    complete = not mesh.is_main or prepare_unless(lambda: stop.signalled, config.data, config.tokenizer)
     # Waiting on the store has no time limit of the group's: a large corpus takes hours.
     wait_for_main(mesh, "megamodel/prepared")
+    if not exchange.share(complete):
+        return None
     prepared = prepare_data(config.data, config.tokenizer)
     if len(set(exchange.everyone(prepared.digest))) > 1:
         raise ValueError(
@@ -370,35 +396,6 @@ def _data(settled: Plan, prepared: Prepared) -> tuple[Loader, HeldOut]:
         vocab_size=config.model.vocab_size,
     )
     return loader, held_out
-
-
-class _Acceptor:
-    """Refuses a checkpoint that this configuration does not continue; `changed`: what was overridden."""
-
-    def __init__(self, settled: Plan, prepared: Prepared) -> None:
-        self._settled, self._prepared = settled, prepared
-        self.changed: list[Difference] = []
-
-    def __call__(self, restored: Restored) -> None:
-        settled, prepared = self._settled, self._prepared
-        if restored.extra.get(IMPORTED):  # weights from elsewhere: nothing but the model must agree
-            model = restored.about.configuration["model"]
-            check_resume({**plain(settled.config), "model": model}, settled.config)
-            return
-        found = check_resume(restored.about.configuration, settled.config)
-        if restored.about.tokenizer != prepared.tokenizer.hash:
-            raise ValueError(
-                f"{restored.path} was trained with another tokenizer ({restored.about.tokenizer[:12]}, here "
-                f"{prepared.tokenizer.hash[:12]}); use its tokenizer, or another run.name"
-            )
-        # Another mixture or other paths may be asked for by name, and then feed other tokens.
-        moved = any(allowed(path, settled.config.resume_override) for path in ("data.paths", "data.mixture"))
-        if restored.extra.get("data") != prepared.digest and not moved:
-            raise ValueError(
-                f"{restored.path} was trained on other data ({str(restored.extra.get('data'))[:12]}, here "
-                f"{prepared.digest[:12]}): a source has changed; restore it, or use another run.name"
-            )
-        self.changed = [d for d in found if d.on_resume == "needs_override"]
 
 
 def _dry_run(settled: Plan, mesh: Mesh) -> None:

@@ -22,7 +22,7 @@ from launcher.profile import Profiling
 from launcher.responding import Responder
 from launcher.rundirectory import RunDirectory
 from launcher.sampling import Sampler
-from launcher.stopping import reason, stop_signals
+from launcher.stopping import StopRequest, reason
 from megamodel.auxiliary import NAMES
 from megamodel.config import Model
 from megamodel.data.batch import Cursor
@@ -51,7 +51,7 @@ class Run:
     flops_per_token: float
     peak_flops: float | None  # of all devices together; None: no MFU
     peak_bytes: Callable[[], int]
-    deadline: float | None  # of time.monotonic(): when to save and stop
+    stop: StopRequest  # whether to save and stop
     heart: Heart
     sampler: Sampler
     layers: LayerStatistics
@@ -81,17 +81,16 @@ def train(run: Run, cursor: Cursor) -> Outcome:
     if settings.checkpoint.snapshot_every and cursor.step < plan.steps:
         run.checkpoints.snapshot(run.engine, cursor, _extra(run))  # so that there is always one to go back to
     with (
-        stop_signals(run.deadline) as stop,
         GarbageCollection(settings.run.garbage_collect_every) as garbage,
         _profiling(run) as profiling,
     ):
-        run.responder.asked = stop.asked
+        run.responder.asked = run.stop.asked
         while cursor.step < plan.steps:
             run.heart.beat(cursor.step, "data")
             stage = plan.batches.at(cursor.step)
             fed = run.feed.at(cursor, micro_batch=plan.batches.micro_batch, accumulation=stage.accumulation)
             profiling.before(cursor.step + 1)
-            before, (result, lr) = cursor, _attempt(run, cursor, fed, asked=stop.asked())
+            before, (result, lr) = cursor, _attempt(run, cursor, fed, asked=run.stop.asked())
             run.heart.beat(before.step, "monitor")
             kind, recovery = run.responder.decide(before)
             record = _record(run, before, fed, result, lr=lr, kind=kind)

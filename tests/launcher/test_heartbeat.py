@@ -1,5 +1,6 @@
 """Who is silent, stuck or slow, from signs of life alone; and the sign itself."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -12,7 +13,7 @@ import pytest
 
 from launcher.cluster import Placement
 from launcher.heart import Heart, is_gone, process_state
-from launcher.heartbeat import Beat, Finding, Heartbeat, stragglers, stuck
+from launcher.heartbeat import Beat, Finding, Heartbeat, interval, stragglers, stuck
 from launcher.stacks import main_frame, stacks, waits, where
 
 WAITING = Beat(
@@ -87,6 +88,8 @@ def test_slow_is_beyond_so_many_medians(
     ("values", "message"),
     [
         ({"every_seconds": 0.0}, "every_seconds"),
+        ({"every_seconds": 0.01}, "at least 0.05"),
+        ({"every_seconds": float("nan")}, "every_seconds"),
         ({"timeout_seconds": 20.0}, "at least 3 times"),
         ({"straggler_factor": 1.0}, "above 1"),
     ],
@@ -95,6 +98,35 @@ def test_what_cannot_work_is_refused(values: dict[str, float], message: str) -> 
     with pytest.raises(ValueError, match=message):
         Heartbeat(**values)
     assert Heartbeat(timeout_seconds=0.0).timeout_seconds == 0
+
+
+def test_the_timeout_is_held_against_the_interval_of_so_many_processes() -> None:
+    assert interval(Heartbeat(timeout_seconds=60.0), 1000) == 10.0
+    with pytest.raises(
+        ValueError, match=r"16384 processes, which give a sign every 163.84 s; use at least 491"
+    ):
+        interval(Heartbeat(timeout_seconds=60.0), 16384)
+    assert interval(Heartbeat(timeout_seconds=492.0), 16384) == 163.84
+    assert interval(Heartbeat(timeout_seconds=0.0), 16384) == 163.84
+
+
+def test_a_process_that_cannot_be_looked_at_is_not_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    beat = replace(WAITING, pid=os.getpid(), started=1)
+
+    def refuse(number: int) -> Any:
+        def read(path: Path, **named: Any) -> str:
+            raise OSError(number, os.strerror(number))
+
+        return read
+
+    for number, gone in (
+        (errno.EMFILE, False),
+        (errno.EACCES, False),
+        (errno.ENOENT, True),
+        (errno.ESRCH, True),
+    ):
+        monkeypatch.setattr(Path, "read_text", refuse(number))
+        assert is_gone(beat) is gone
 
 
 def test_the_state_of_a_process_is_the_kernels() -> None:
@@ -147,7 +179,7 @@ class Shelf:
 
 def heart(rank: int, tmp_path: Path, **values: float) -> Heart:
     place = Placement(rank=rank, world_size=2, local_rank=rank, local_size=2)
-    return Heart(Heartbeat(**{"every_seconds": 0.01, "timeout_seconds": 0.2, **values}), place, logs=tmp_path)
+    return Heart(Heartbeat(**{"every_seconds": 0.05, "timeout_seconds": 0.2, **values}), place, logs=tmp_path)
 
 
 def test_a_rank_that_says_it_ends_is_not_missed(tmp_path: Path) -> None:
@@ -165,6 +197,52 @@ def test_a_rank_that_says_it_ends_is_not_missed(tmp_path: Path) -> None:
     second.stop()
     assert not heard.wait(0.6) and found == []
     first.stop()
+
+
+class Broken(Shelf):
+    """A store whose connection has failed for good."""
+
+    def set(self, key: str, value: str) -> None:
+        raise RuntimeError("connection reset")
+
+
+def test_a_failed_connection_to_the_store_is_replaced(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    import threading
+
+    shelf, found, heard, again = Shelf(), [], threading.Event(), threading.Event()
+
+    def accuse(finding: Finding, reachable: bool) -> None:
+        found.append(finding)
+        heard.set()
+
+    class Mended(Shelf):
+        def set(self, key: str, value: str) -> None:
+            shelf.set(key, value)
+            again.set()
+
+    alone = Heart(Heartbeat(every_seconds=0.05, timeout_seconds=5.0), Placement(world_size=2), logs=tmp_path)
+    alone.start(Broken(), accuse, Mended)
+    assert again.wait(20)
+    alone.stop()
+    assert found == [] and caplog.text.count("the rendezvous store fails (connection reset)") == 1
+
+
+def test_a_store_that_stays_away_is_given_up(tmp_path: Path) -> None:
+    import threading
+
+    found, heard = [], threading.Event()
+
+    def accuse(finding: Finding, reachable: bool) -> None:
+        found.append((finding.rank, finding.kind, reachable))
+        heard.set()
+
+    second = heart(1, tmp_path)
+    second.start(Broken(), accuse, Broken)
+    assert heard.wait(20)
+    second.stop()
+    assert found == [(0, "RankSilent", False)]
 
 
 def test_a_rank_that_falls_silent_is_missed_and_one_that_never_came_has_longer(tmp_path: Path) -> None:

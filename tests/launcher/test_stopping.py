@@ -111,6 +111,65 @@ def test_a_signal_on_one_rank_stops_all_and_the_curve_goes_on(
     assert tensors(run / last) == tensors(place / "runs" / f"whole-{name}" / last)
 
 
+def signalled_at(rank: int, place: str, number: int, *command: Any) -> Any:
+    """The command line; the last rank signals itself when it comes to a function of launcher.run."""
+    from launcher import run
+    from tests.spawn import _command
+
+    original = getattr(run, place)
+
+    def reached(*values: Any, **named: Any) -> Any:
+        if rank == command[-1] - 1:
+            os.kill(os.getpid(), number)
+        return original(*values, **named)
+
+    setattr(run, place, reached)
+    try:
+        return _command(rank, *command)
+    finally:
+        setattr(run, place, original)
+
+
+@pytest.mark.parametrize(
+    ("where", "number", "world", "state"),
+    [
+        ("check_installed", signal.SIGTERM, 1, "stopped"),  # before the processes meet
+        ("prepare_unless", signal.SIGUSR1, 1, "stopped"),
+        ("wait_for_main", signal.SIGUSR1, 2, "stopped"),
+        ("build_engine", signal.SIGUSR1, 1, "stopped"),
+        ("_introduce", signal.SIGTERM, 2, "stopped"),
+        ("_tell", signal.SIGUSR1, 1, "finished"),  # after the loop
+    ],
+)
+def test_a_signal_outside_the_loop_is_a_request_too(
+    where: str, number: signal.Signals, world: int, state: str, place: Path, ranks: Ranks
+) -> None:
+    name = f"outside-{where}"
+    arguments = [*BASE[:-1], f"run.name={name}", f"data.cache={name}"]
+    results = ranks.bare(world, signalled_at, where, number, arguments, [], str(place))
+    assert [result.code for result in results] == [0] * world, results[0].stderr
+    run = place / "runs" / name
+    if state == "finished":
+        assert status(run) == {"state": "finished", "reason": "", "step": 12}
+        return
+    assert status(run) == {"state": "stopped", "reason": number.name, "step": 0}
+    assert not (run / "checkpoints").exists() and not list((place / name).glob("building-*"))
+    assert [f.code for f in ranks.launch(world, arguments, place)] == [0] * world
+    assert status(run)["state"] == "finished"
+
+
+def test_a_request_within_a_request_is_the_same_and_its_time_limit_its_own() -> None:
+    with stop_signals() as outer:
+        with stop_signals(deadline=0.0) as inner:
+            assert (inner.asked(), inner.signalled) == (TIME_LIMIT, 0)
+        assert outer.asked() == 0
+        with stop_signals() as inner:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert inner.asked() == inner.signalled == signal.SIGUSR1
+            assert inner.ends_at_once(1) and not inner.ends_at_once(2)
+        assert outer.signalled == signal.SIGUSR1
+
+
 def test_two_interrupts_stop_at_once(place: Path, ranks: Ranks) -> None:
     arguments = [*BASE[:-1], "run.name=twice", "checkpoint.every=0"]
     (finished,) = ranks.bare(1, signalled, signal.SIGINT, 2, arguments, [], str(place))
