@@ -1,11 +1,23 @@
 """What starts the processes of a run, each kind with its own settings."""
 
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import PurePosixPath
 from typing import Annotated, Literal
 
 from conf.typed import config, setting, union
 
 # What torchrun passes on to its workers; without SIGUSR1 in it, that signal would kill torchrun itself.
 SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+START_SECONDS = 120  # before a run has made a step that a time limit could save
+LONGEST_SECONDS = 65535  # that Slurm takes for --signal
+TIMES = re.compile(
+    r"(?:(?P<d>\d+)-(?P<dh>\d+)(?::(?P<dm>\d+)(?::(?P<ds>\d+))?)?|(?P<h>\d+):(?P<hm>\d+):(?P<hs>\d+)"
+    r"|(?P<m>\d+)(?::(?P<s>\d+))?)"
+)
+QUANTITY = re.compile(r"\d+(?:\.\d+)?(?:[numkMGTPE]|[KMGTPE]i)?|\d+(?:\.\d+)?[eE][+-]?\d+")
 MARGIN_SECONDS = 60  # after the workers' grace period, for what starts torchrun
 
 
@@ -119,6 +131,7 @@ class Slurm(Cluster):
                 f"signal_seconds ({self.signal_seconds}) must be at least shutdown_timeout_seconds "
                 f"({self.shutdown_timeout_seconds}) + {MARGIN_SECONDS}: the save must end before that"
             )
+        self._check_numbers()
         if self.mounts and self.container is None:
             raise ValueError(f"mounts ({list(self.mounts)}) need a container")
         for name in ("partition", "account", "qos", "time", "container"):
@@ -129,6 +142,46 @@ class Slurm(Cluster):
         for option in self.options:
             if not option.startswith("-"):
                 raise ValueError(f"options: {option!r} is no option of sbatch; write --name=value")
+        if self.prologue:
+            check_bash(self.prologue)
+
+    def _check_numbers(self) -> None:
+        if self.signal_seconds > LONGEST_SECONDS:
+            raise ValueError(f"signal_seconds ({self.signal_seconds}) must be at most {LONGEST_SECONDS}")
+        if self.max_requeues < 0:
+            raise ValueError(f"max_requeues ({self.max_requeues}) must be 0 or more")
+        if self.cpus_per_task is not None and self.cpus_per_task < 1:
+            raise ValueError(f"cpus_per_task ({self.cpus_per_task}) must be at least 1")
+        seconds = None if self.time is None else time_limit(self.time)
+        least = self.signal_seconds + START_SECONDS
+        if seconds is not None and seconds < least:
+            raise ValueError(
+                f"time ({self.time}, {seconds} s) must be at least signal_seconds ({self.signal_seconds}) + "
+                f"{START_SECONDS} to start: the run would be asked to stop before it has begun"
+            )
+
+
+def time_limit(text: str) -> int | None:
+    """Seconds of a time limit as sbatch reads it: M, M:S, H:M:S, D-H, D-H:M, D-H:M:S; None: no limit."""
+    if text.lower() in ("unlimited", "infinite", "-1"):
+        return None
+    match = TIMES.fullmatch(text)
+    if match is None:
+        raise ValueError(f"time ({text!r}) is no time limit of sbatch; write 1-12:00:00 or 24:00:00")
+    part = {name: int(value or 0) for name, value in match.groupdict().items()}
+    minutes = 24 * 60 * part["d"] + 60 * (part["dh"] + part["h"]) + part["dm"] + part["hm"] + part["m"]
+    return (60 * minutes + part["ds"] + part["hs"] + part["s"]) or None  # 0 is no limit
+
+
+def check_bash(lines: Sequence[str]) -> None:
+    """ValueError for a prologue that bash cannot read, where bash is there to ask."""
+    bash = shutil.which("bash")
+    if bash is None:
+        return
+    done = subprocess.run([bash, "-n"], input="\n".join(lines) + "\n", capture_output=True, text=True)
+    if done.returncode or done.stderr:  # a document that does not end is only a warning, and eats the script
+        said = (done.stderr.strip() or "no message").splitlines()[0]
+        raise ValueError(f"prologue ({list(lines)}) is no bash: {said}")
 
 
 @config
@@ -137,6 +190,12 @@ class Volume:
 
     claim: str = setting(on_resume="free", help="name of a PersistentVolumeClaim")
     path: str = setting(on_resume="free", help="where it is mounted")
+
+    def __post_init__(self) -> None:
+        if not _is_object_name(self.claim):
+            raise ValueError(f"claim ({self.claim!r}) is no name of a PersistentVolumeClaim")
+        if not PurePosixPath(self.path).is_absolute() or ":" in self.path:
+            raise ValueError(f"path ({self.path!r}) of the claim {self.claim} must be absolute, without ':'")
 
 
 @config
@@ -167,6 +226,19 @@ class Kubernetes(Cluster):
         10, on_resume="free", help="how often the whole job starts again: evicted pods, lost nodes"
     )
     host_network: bool = setting(False, on_resume="free", help="for fabrics that pods reach only so")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.job_restarts < 0:
+            raise ValueError(f"job_restarts ({self.job_restarts}) must be 0 or more")
+        for name, amount in {"shared_memory": self.shared_memory, **self.resources}.items():
+            if not QUANTITY.fullmatch(amount):
+                raise ValueError(f"{name} ({amount!r}) is no amount of Kubernetes; write 64Gi, 96 or 500m")
+
+
+def _is_object_name(name: str) -> bool:
+    """Whether Kubernetes takes it: lower-case words with dots and dashes between them."""
+    return len(name) <= 253 and re.fullmatch(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?", name) is not None
 
 
 def _one_line(name: str, value: str) -> None:

@@ -43,7 +43,7 @@ class Launch(Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        problems = list(self._problems())
+        problems = [*self._problems(), *self._host_problems(), *self._meeting_problems()]
         if problems:
             raise InvalidConfiguration(problems)
 
@@ -57,16 +57,10 @@ class Launch(Config):
             )
         if self.gpus_per_node is not None and self.gpus_per_node < 1:
             found.append(Problem("gpus_per_node", f"gpus_per_node ({self.gpus_per_node}) must be at least 1"))
-        for host in self.hosts:
-            if not re.fullmatch(r"[\w.:-]+", host):
-                found.append(Problem("hosts", f"{host!r} is no name of a machine"))
         many = (self.nodes or len(self.hosts) or 1) > 1
         if many and cluster.kind == "local":
             message = f"cluster=local is one machine, nodes is {self.nodes or len(self.hosts)}"
             found.append(Problem("nodes", f"{message}; use cluster=torchrun, deepspeed, slurm or kubernetes"))
-        if isinstance(cluster, Torchrun) and many and not (cluster.endpoint or self.hosts):
-            message = "several nodes must meet somewhere; give cluster.endpoint=HOST or hosts=[HOST,...]"
-            found.append(Problem("cluster.endpoint", message))
         if isinstance(cluster, DeepSpeed) and many and not (cluster.hostfile or self.hosts):
             found.append(
                 Problem("hosts", "DeepSpeed needs their names; give hosts=[a,b] or cluster.hostfile")
@@ -74,9 +68,57 @@ class Launch(Config):
         if isinstance(cluster, DeepSpeed) and cluster.max_restarts:
             message = "DeepSpeed's launcher does not start again; use cluster=torchrun"
             found.append(Problem("cluster.max_restarts", message))
+        if isinstance(cluster, DeepSpeed) and any(
+            len(v.splitlines()) > 1 for v in cluster.environment.values()
+        ):
+            message = "DeepSpeed's launcher carries one line a variable; leave out values of several lines"
+            found.append(Problem("cluster.environment", message))
         if isinstance(cluster, Kubernetes) and not cluster.image:
             found.append(Problem("cluster.image", "a pod needs an image; give cluster.image=NAME:TAG"))
         return found
+
+    def _host_problems(self) -> list[Problem]:
+        found: list[Problem] = []
+        for host in self.hosts:
+            if not is_host(host):
+                found.append(Problem("hosts", f"{host!r} is no name of a machine"))
+        twice = sorted({host for host in self.hosts if self.hosts.count(host) > 1})
+        if twice:
+            found.append(Problem("hosts", f"hosts names {', '.join(twice)} more than once"))
+        return found
+
+    def _meeting_problems(self) -> list[Problem]:
+        """Where the processes meet."""
+        found, cluster = [], self.cluster
+        many = (self.nodes or len(self.hosts) or 1) > 1
+        if isinstance(cluster, Torchrun) and many and not (cluster.endpoint or self.hosts):
+            message = "several nodes must meet somewhere; give cluster.endpoint=HOST or hosts=[HOST,...]"
+            found.append(Problem("cluster.endpoint", message))
+        if isinstance(cluster, Torchrun) and cluster.endpoint is not None:
+            name, port = split_endpoint(cluster.endpoint)
+            if not is_host(name) or (port is not None and not 1 <= port <= 65535):
+                message = f"cluster.endpoint ({cluster.endpoint!r}) must be HOST or HOST:PORT"
+                found.append(Problem("cluster.endpoint", message))
+        port = cluster.port
+        if isinstance(cluster, Torchrun) and cluster.endpoint is not None:
+            port = split_endpoint(cluster.endpoint)[1] or port
+        if self.preflight and isinstance(cluster, Torchrun | Kubernetes) and port == 65535:
+            message = "port 65535 leaves none for the preflight, which takes the next; use a lower one"
+            found.append(Problem("cluster.port", message))
+        return found
+
+
+def is_host(name: str) -> bool:
+    """Whether it can be a machine's name or address; one that begins with a dash would be an option."""
+    return re.fullmatch(r"[\w.:][\w.:-]*", name) is not None
+
+
+def split_endpoint(text: str) -> tuple[str, int | None]:
+    """(host, port) of HOST or HOST:PORT; an address of IPv6 has more colons and no port."""
+    host, colon, port = text.rpartition(":")
+    if colon and ":" not in host and port.isdecimal():
+        return host, int(port)
+    return text, None
 
 
 @dataclass(frozen=True)
@@ -133,7 +175,8 @@ def work_of(tree: Launch, arguments: Sequence[str]) -> Work:
     fits(tree, nodes, per_node)
     plan(tree, world_size=nodes * per_node, cuda=tree.hardware.device != "cpu")
     words = tuple(argument for argument in arguments if not own(argument))
-    return Work(tree.run.name, Path(run_directory(tree)).absolute(), Path.cwd(), words, nodes, per_node)
+    directory, gpus = Path(run_directory(tree)).absolute(), tree.hardware.device != "cpu"
+    return Work(tree.run.name, directory, Path.cwd(), words, nodes, per_node, gpus)
 
 
 def fits(tree: Config, nodes: int, per_node: int) -> None:
@@ -182,7 +225,8 @@ def _here(steps: Sequence[list[str]], environment: Mapping[str, str]) -> Start:
 
 
 def _torchrun(tree: Launch, cluster: Torchrun, work: Work, python: str) -> Start:
-    host, name = cluster.endpoint or tree.hosts[0], cluster.id or work.name
+    host, given = split_endpoint(cluster.endpoint or tree.hosts[0])
+    name, meeting = cluster.id or work.name, given or cluster.port
 
     def start(port: int, name: str, words: list[str]) -> list[str]:
         where = f"{host}:{port}"
@@ -192,8 +236,8 @@ def _torchrun(tree: Launch, cluster: Torchrun, work: Work, python: str) -> Start
         return [*command, *words]
 
     # At a port of its own: a node that is ready early must not meet the end of the first meeting.
-    steps = [start(cluster.port + 1, f"{name}-doctor", work.doctor)] if tree.preflight else []
-    here = _here([*steps, start(cluster.port, name, work.train)], cluster.environment)
+    steps = [start(meeting + 1, f"{name}-doctor", work.doctor)] if tree.preflight else []
+    here = _here([*steps, start(meeting, name, work.train)], cluster.environment)
     nodes = tree.hosts or [f"node {number}" for number in range(work.nodes)]
     commands = [
         (f"on {node}{where.removeprefix('here')}", command)
@@ -208,18 +252,30 @@ def _deepspeed(tree: Launch, cluster: DeepSpeed, work: Work, python: str) -> Sta
     if file is None and tree.hosts:
         path = work.directory / "hostfile"
         file, files = str(path), {path: scripts.hostfile(tree.hosts, work.per_node)}
-    environment = dict(cluster.environment)
+    environment, before = dict(cluster.environment), []
     if file is not None and environment:
-        # What DeepSpeed's launcher carries to other nodes beside NCCL_* and PYTHON*.
         path = work.directory / "deepspeed_env"
-        unset = {name: value for name, value in environment.items() if name not in os.environ}
-        files[path] = "".join(f"{name}={shlex.quote(value)}\n" for name, value in unset.items())
-        environment = {"DS_ENV_FILE": str(path)}
+        files[path] = scripts.deepspeed_env(
+            {name: os.environ.get(name, value) for name, value in environment.items()}, _deepspeed_env_lines()
+        )
+        # Not by Start.environment: one that is set would win, and these variables would be lost.
+        environment, before = {}, ["env", f"DS_ENV_FILE={path}"]
     head = tree.hosts[0] if tree.hosts else None
     steps = [work.doctor, work.train] if tree.preflight else [work.train]
-    commands = [scripts.deepspeed(work, cluster, python, words, hostfile=file, head=head) for words in steps]
+    commands = [
+        [*before, *scripts.deepspeed(work, cluster, python, words, hostfile=file, head=head)]
+        for words in steps
+    ]
     here = _here(commands, environment)
     return Start(here.commands, here.execute, files, environment=environment)
+
+
+def _deepspeed_env_lines() -> list[str]:
+    """What DeepSpeed's launcher would read by itself: NAME=VALUE of the files that DS_ENV_FILE takes away."""
+    name = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
+    files = dict.fromkeys([Path.home() / name, Path.cwd() / name])  # an absolute name is one file
+    texts = [file.read_text(encoding="utf-8") for file in files if file.is_file()]
+    return [row for text in texts for row in text.splitlines() if "=" in row]
 
 
 def as_text(work: Work, tree: Launch, start: Start) -> str:

@@ -25,8 +25,8 @@ def object_name(name: str) -> str:
 
 
 def literal(argument: str) -> str:
-    """Kubernetes replaces $(NAME) in commands; doubled, the dollar stays."""
-    return argument.replace("$(", "$$(")
+    """Kubernetes replaces $(NAME) in commands and reads $$ as one dollar; each doubled, all stay."""
+    return argument.replace("$", "$$")
 
 
 def _command(work: Work, cluster: Kubernetes, host: str, preflight: bool) -> list[str]:
@@ -50,7 +50,8 @@ def _command(work: Work, cluster: Kubernetes, host: str, preflight: bool) -> lis
 
 
 def _pod(work: Work, cluster: Kubernetes, host: str, preflight: bool, container: str) -> dict[str, Any]:
-    amounts = {cluster.gpu_resource: str(work.per_node), **cluster.resources}
+    gpus = {cluster.gpu_resource: str(work.per_node)} if work.gpus else {}
+    amounts = {**gpus, **cluster.resources}
     volumes = [
         {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": cluster.shared_memory}}
     ]
@@ -62,7 +63,7 @@ def _pod(work: Work, cluster: Kubernetes, host: str, preflight: bool, container:
         "name": container,
         "image": cluster.image,
         "command": _command(work, cluster, host, preflight),
-        "resources": {"requests": dict(amounts), "limits": dict(amounts)},
+        "resources": {"requests": dict(amounts), "limits": dict(amounts)} if amounts else {},
         "volumeMounts": mounts,
         "ports": [{"containerPort": cluster.port, "name": "rendezvous"}],
     }

@@ -21,6 +21,7 @@ class Work:
     arguments: tuple[str, ...]  # after `launcher train`, as they were written
     nodes: int
     per_node: int  # processes
+    gpus: bool = True  # one for each process; on the CPU there is none to ask for
 
     @property
     def train(self) -> list[str]:
@@ -82,6 +83,22 @@ def deepspeed(
     if head is not None:
         command += ["--master_addr", head]
     return [*command, "--master_port", str(cluster.port), "--module", *words]
+
+
+def deepspeed_env(environment: Mapping[str, str], lines: Sequence[str]) -> str:
+    """DeepSpeed's file of variables. lines: NAME=VALUE of the user's own files, which win, as they are there.
+
+    DeepSpeed's launcher puts double quotes around a value with a special character, escapes nothing in it,
+    and takes spaces off its ends.
+    """
+    theirs = {row.partition("=")[0].strip() for row in lines}
+    rows = [f"{name}={_in_quotes(value)}" for name, value in environment.items() if name not in theirs]
+    return "".join(f"{row}\n" for row in [*lines, *rows])
+
+
+def _in_quotes(value: str) -> str:
+    inside = re.sub(r'([\\"$`])', r"\\\1", value)
+    return inside if value == value.strip() else f'""{inside}""'  # two empty words keep the spaces
 
 
 def for_pdsh(argument: str) -> str:
@@ -178,9 +195,9 @@ def _directives(work: Work, cluster: Slurm) -> list[str]:
         "open-mode": "append",
         "signal": f"USR1@{cluster.signal_seconds}",
     }
-    if cluster.gpus == "gpus-per-node":
+    if work.gpus and cluster.gpus == "gpus-per-node":
         options["gpus-per-node"] = str(work.per_node)
-    elif cluster.gpus == "gres":
+    elif work.gpus and cluster.gpus == "gres":
         options["gres"] = f"gpu:{work.per_node}"
     lines = [f"#SBATCH --{name}={shlex.quote(value)}" for name, value in options.items() if value is not None]
     lines.append("#SBATCH --requeue" if cluster.requeue else "#SBATCH --no-requeue")

@@ -11,10 +11,10 @@ import yaml
 from torch.distributed.run import get_args_parser
 
 from launcher.__main__ import main
-from launcher.clusters import SIGNALS, Kubernetes, Slurm, Torchrun, Volume
+from launcher.clusters import SIGNALS, Kubernetes, Slurm, Torchrun, Volume, time_limit
 from launcher.launch import own
 from launcher.manifests import literal, manifest, object_name, yaml_lines
-from launcher.scripts import Work, for_pdsh, sbatch, torchrun, unset_only
+from launcher.scripts import Work, deepspeed_env, for_pdsh, sbatch, torchrun, unset_only
 
 STRANGE = (
     "sample.prompt='it is'",
@@ -64,11 +64,11 @@ def test_the_script_is_bash_and_every_argument_arrives_as_it_was_written(tmp_pat
 
 
 def test_the_directives_are_what_the_settings_say() -> None:
-    cluster = Slurm(partition="a b", account="x", time="2:00", signal_seconds=900, cpus_per_task=12)
+    cluster = Slurm(partition="a b", account="x", time="2:00:00", signal_seconds=900, cpus_per_task=12)
     text = sbatch(work(directory=Path("/r/100%")), cluster, "python", "", preflight=False)
     directives = [line.partition(" ")[2] for line in text.splitlines() if line.startswith("#SBATCH")]
     expected = ["--job-name=my-run", "--nodes=2", "--ntasks-per-node=1", "--partition='a b'", "--account=x"]
-    expected += ["--time=2:00", "--cpus-per-task=12", "--output='/r/100%%/slurm-%j.log'"]
+    expected += ["--time=2:00:00", "--cpus-per-task=12", "--output='/r/100%%/slurm-%j.log'"]
     expected += ["--open-mode=append", "--signal=USR1@900", "--gpus-per-node=8", "--requeue"]
     assert [line.replace("--output=/r/100%%/slurm-%j.log", expected[7]) for line in directives] == expected
     assert "#SBATCH" not in text.partition("\n\n")[2]  # Slurm reads them only before the first command
@@ -97,6 +97,58 @@ def test_pdsh_hands_an_argument_on_as_it_is(argument: str) -> None:
     assert done.stdout == argument
 
 
+@pytest.mark.parametrize("value", ["plain", "", "x y", 'it\'s "q" $HOME `ls` \\n a\\', " edges ", "a;b&c|d"])
+def test_deepspeed_hands_a_variable_on_as_it_is(value: str) -> None:
+    from deepspeed.launcher.multinode_runner import PDSHRunner
+
+    runner = PDSHRunner.__new__(PDSHRunner)
+    runner.exports = {}
+    for row in deepspeed_env({"A": value}, ["B=kept"]).splitlines(keepends=True):
+        runner.add_export(*row.split("=", maxsplit=1))  # as its launcher reads the file
+    lines = [f"export {name}={text}; " for name, text in runner.exports.items()]
+    done = subprocess.run(["bash", "-c", "".join(lines) + 'printf "%s|%s" "$A" "$B"'], capture_output=True)
+    assert done.stdout.decode() == f"{value}|kept"
+
+
+def test_the_users_own_variables_for_deepspeed_are_kept(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, own_file = tmp_path / "home", tmp_path / "own_env"
+    home.mkdir()
+    (home / ".deepspeed_env").write_text("H=1\nC=theirs\n")
+    own_file.write_text("O=2\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(home))
+    more = ["cluster=deepspeed", "hosts=[a,b]", "gpus_per_node=1", "format=json"]
+    more += ["cluster.environment={C: ours, D: x y}"]
+    for given, expected in ((None, "H=1\nC=theirs\nD=x y\n"), (str(own_file), "O=2\nC=ours\nD=x y\n")):
+        monkeypatch.delenv("DS_ENV_FILE", raising=False)
+        if given:
+            monkeypatch.setenv("DS_ENV_FILE", given)
+        _, out, _ = launched(capsys, *more)
+        facts = json.loads(out)
+        path = str(tmp_path / "runs" / facts["directory"].rpartition("/")[2] / "deepspeed_env")
+        assert facts["files"][path] == expected
+        assert f"env DS_ENV_FILE={path} " in facts["commands"][0]["command"]
+
+
+def test_a_cpu_asks_for_no_gpus() -> None:
+    for gpus in ("gpus-per-node", "gres"):
+        text = sbatch(work(gpus=False), Slurm(gpus=gpus), "python", "", preflight=False)  # type: ignore[arg-type]
+        assert "--gpus-per-node" not in text and "--gres" not in text
+    read = manifest(work(gpus=False), Kubernetes(image="i", resources={"cpu": "9"}), preflight=False)
+    assert "nvidia.com" not in read and "cpu: " in read
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("90", 5400), ("2:30", 150), ("1:00:00", 3600), ("1-12", 129600), ("1-0:30", 88200), ("1-0:0:5", 86405)],
+)
+def test_a_time_limit_is_read_as_sbatch_does(text: str, seconds: int) -> None:
+    assert time_limit(text) == seconds
+    assert time_limit("UNLIMITED") is None and time_limit("0") is None
+
+
 @pytest.mark.parametrize("api", ["jobset", "pytorchjob"])
 def test_the_manifest_is_yaml_and_the_command_is_literal(api: Any) -> None:
     volumes = [Volume(claim="c", path="/shared")]
@@ -113,8 +165,8 @@ def test_the_manifest_is_yaml_and_the_command_is_literal(api: Any) -> None:
         specs, host = [replicas[name]["template"]["spec"] for name in ("Master", "Worker")], "my-run-master-0"
     for spec in specs:
         (container,) = spec["containers"]
-        # Kubernetes puts $(NAME)s in, and $$( back to $(.
-        command = [word.replace("$$(", "$(") for word in container["command"]]
+        # Kubernetes puts $(NAME)s in, and reads $$ as $.
+        command = [word.replace("$$", "$") for word in container["command"]]
         read_back = parsed(command)
         assert read_back.training_script_args == ["train", *STRANGE]
         assert (read_back.nnodes, read_back.rdzv_endpoint) == ("2", f"{host}:29500")
@@ -128,7 +180,7 @@ def test_the_manifest_with_a_preflight_runs_doctor_first_at_another_port() -> No
     cluster = Kubernetes(image="i", python="srun", environment={"A": "b c"})
     read = yaml.safe_load(manifest(work(), cluster, preflight=True))
     pod = read["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
-    shell, flag, script = (word.replace("$$(", "$(") for word in pod["containers"][0]["command"])
+    shell, flag, script = (word.replace("$$", "$") for word in pod["containers"][0]["command"])
     assert (shell, flag) == ("bash", "-c")
     doctor, train = said_by_shell(script.replace("exec ", ""), "srun")
     assert parsed(doctor).training_script_args == ["doctor", *STRANGE]
@@ -169,7 +221,7 @@ def test_names_of_kubernetes() -> None:
     assert (
         object_name("My Run_7") == "my-run-7" and object_name("7") == "run-7" and object_name("__") == "run"
     )
-    assert len(object_name("a" * 80)) == 40 and literal("$(A) $B") == "$$(A) $B"
+    assert len(object_name("a" * 80)) == 40 and literal("$(A) $$(B) $C") == "$$(A) $$$$(B) $$C"
 
 
 @pytest.mark.parametrize(
@@ -237,6 +289,20 @@ def test_deepspeed_gets_a_hostfile_that_it_reads(
     assert (read.user_script, read.user_args) == ("launcher", ["train", "model=tiny", "hardware=cpu"])
 
 
+def test_the_endpoint_may_name_its_port(capsys: pytest.CaptureFixture[str]) -> None:
+    for given, expected in (("h:123", "h:123"), ("h", "h:29500")):
+        _, out, _ = launched(
+            capsys,
+            "cluster=torchrun",
+            "nodes=2",
+            "gpus_per_node=1",
+            f"cluster.endpoint='{given}'",
+            "format=json",
+        )
+        command = json.loads(out)["commands"][0]["command"]
+        assert parsed(shlex.split(command)).rdzv_endpoint == expected
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -256,6 +322,52 @@ def test_deepspeed_gets_a_hostfile_that_it_reads(
         (["gpus_per_node=1", "cluster=kubernetes"], "a pod needs an image"),
         (["gpus_per_node=1", "cluster=slurm", "cluster.signal_seconds=100"], "signal_seconds (100)"),
         (["gpus_per_node=1", "cluster=slurm", "cluster.image=x"], "cluster.image belongs to"),
+        (["gpus_per_node=1", "cluster=slurm", "cluster.time=00:05:00"], "signal_seconds (600) + 120"),
+        (["gpus_per_node=1", "cluster=slurm", "cluster.time=banana"], "time ('banana')"),
+        (["gpus_per_node=1", "cluster=slurm", "cluster.max_requeues=-1"], "max_requeues (-1)"),
+        (["gpus_per_node=1", "cluster=slurm", "cluster.cpus_per_task=-3"], "cpus_per_task (-3)"),
+        (["gpus_per_node=1", "cluster=slurm", "cluster.signal_seconds=1000000"], "at most 65535"),
+        (["gpus_per_node=1", "cluster=slurm", "cluster.prologue=['if true']"], "is no bash"),
+        (["gpus_per_node=1", "cluster=slurm", "cluster.prologue=['cat <<X']"], "is no bash"),
+        (
+            ["gpus_per_node=1", "cluster=kubernetes", "cluster.image=i", "cluster.job_restarts=-4"],
+            "job_restarts (-4)",
+        ),
+        (
+            ["gpus_per_node=1", "cluster=kubernetes", "cluster.image=i", "cluster.shared_memory=banana"],
+            "shared_memory ('banana')",
+        ),
+        (
+            [
+                "gpus_per_node=1",
+                "cluster=kubernetes",
+                "cluster.image=i",
+                "cluster.volumes=[{claim: A B, path: /a}]",
+            ],
+            "claim ('A B')",
+        ),
+        (
+            [
+                "gpus_per_node=1",
+                "cluster=kubernetes",
+                "cluster.image=i",
+                "cluster.volumes=[{claim: a, path: b}]",
+            ],
+            "path ('b')",
+        ),
+        (["gpus_per_node=1", "cluster=torchrun", "hosts=[a,a]"], "hosts names a more than once"),
+        (["gpus_per_node=1", "cluster=torchrun", "hosts=[-a]"], "'-a' is no name"),
+        (["gpus_per_node=1", "cluster=torchrun", "cluster.endpoint=a:70000"], "must be HOST or HOST:PORT"),
+        (
+            [
+                "gpus_per_node=1",
+                "cluster=torchrun",
+                "cluster.port=65535",
+                "cluster.endpoint=h",
+                "preflight=true",
+            ],
+            "port 65535 leaves none",
+        ),
         (["gpus_per_node=1", "cluster=slrum"], "the nearest is slurm"),
         (["gpus_per_node=1", "cluster=slurm", "cluster.options=[x]"], "'x' is no option of sbatch"),
         (["gpus_per_node=1", "cluster.environment={a-b: c}"], "'a-b' is no name of a variable"),
