@@ -1,0 +1,60 @@
+"""What a plan takes for given and what it chooses: batches, lengths, machines; figures worked out by hand."""
+
+from pathlib import Path
+
+import pytest
+
+from conf.compose import Composer
+from launcher import __main__ as command_line
+from launcher.plan.command import Plan, made
+
+
+def composed(*overrides: str) -> Plan:
+    composer = Composer(Plan, "plan")
+    request = composer.request(list(overrides))
+    return composer.typed(composer.compose(request.overrides), request.problems)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sequences"),
+    [
+        (("gpus=8",), 1024),  # 4M / 4096 = 976.6 = 7.6 x 128
+        (("gpus=24",), 960),  # 5.1 x 24 x 8
+        (("gpus=512",), 1024),  # 1.9 x 512
+        (("gpus=4000",), 4000),  # one for each, so that dp may be all of them
+        (("gpus=8", "train.micro_batch=3"), 960),  # 5.1 x 8 x 3 x 8
+        (("gpus=8", "train.sequence_length=8192"), 512),  # 488.3 = 7.6 x 64
+    ],
+)
+def test_the_batch_that_is_chosen_can_be_split(arguments: tuple[str, ...], sequences: int) -> None:
+    tree = composed("model=tiny", *arguments, "parallel.tp=1", "parallel.pp=1")
+    found = made(tree).found
+    assert {x.layout.global_batch for x in found} == {sequences}
+    assert {x.layout.dp for x in found} == {tree.gpus}
+
+
+def test_no_split_is_lost_to_a_batch_that_nothing_divides() -> None:
+    """With 977 sequences the best of 8 GPUs had one replica; with 1024 it is that of a given 1024."""
+    chosen, given = (
+        made(composed("model=llama3_8b", "gpus=8", *more)).winner
+        for more in ((), ("train.global_batch=1024",))
+    )
+    assert chosen == given
+    assert (chosen.layout.tp, chosen.layout.pp, chosen.layout.dp) == (1, 2, 4)
+
+
+def test_a_saved_run_of_one_process_is_planned_for_eight(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its 4 sequences do not go round; the error says how they are chosen anew, and that works."""
+    given = ["model=tiny", "train.micro_batch=4", "train.global_batch=4", "--cfg", "job", "--resolve"]
+    assert command_line.main(["train", *given]) == 0
+    saved = tmp_path / "config.yaml"
+    saved.write_text(capsys.readouterr().out)
+    line = ["plan", f"config={saved}", "gpus=8", "hardware=h100"]
+    assert command_line.main(line) == 2
+    said = capsys.readouterr().err
+    way_out = "train.micro_batch=null train.global_batch=null"
+    assert "must be a multiple of train.micro_batch (4) x data-parallel ranks (8) = 32; use 32" in said
+    assert way_out in said
+    assert command_line.main([*line, *way_out.split(), "format=json"]) == 0
