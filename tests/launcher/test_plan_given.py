@@ -6,6 +6,7 @@ import pytest
 
 from conf.compose import Composer
 from launcher import __main__ as command_line
+from launcher.plan.advice import active_parameters, comments, decode_intensity
 from launcher.plan.command import Plan, made
 
 
@@ -41,6 +42,37 @@ def test_no_split_is_lost_to_a_batch_that_nothing_divides() -> None:
     )
     assert chosen == given
     assert (chosen.layout.tp, chosen.layout.pp, chosen.layout.dp) == (1, 2, 4)
+
+
+@pytest.mark.parametrize(
+    ("model", "length", "rows", "expected"),
+    [
+        ("deepseek_v3", 4096, 1, 1 / (4096 * 576 / (2 * 7168**2) + 1)),  # 0.9776: 512 + 64 are remembered
+        ("mistral_7b", 131072, 64, 1 / (4096 * 8 / (4096 * 32) + 1 / 64)),  # 3.765: its window is 4096
+        ("mistral_7b", 1024, 64, 1 / (1024 * 8 / (4096 * 32) + 1 / 64)),  # 12.8
+        # 2,880 wide, 64 heads, 8 for keys; every other layer sees 128: (128 + 4096) / 2 on average
+        ("gpt_oss_20b", 4096, 1, 1 / (2112 * 8 / (2880 * 64) + 1)),
+    ],
+)
+def test_writing_reads_what_is_remembered(model: str, length: int, rows: int, expected: float) -> None:
+    settings = composed(f"model={model}").model
+    assert decode_intensity(settings, length=length, rows=rows) == pytest.approx(expected)
+
+
+def test_biases_of_idle_experts_are_not_active() -> None:
+    """20,914,757,184 less 24 layers x 28 experts x (3 x 2880^2 + 3 x 2880)."""
+    assert active_parameters(composed("model=gpt_oss_20b").model) == 20_914_757_184 - 24 * 28 * 24_891_840
+    assert 20_914_757_184 - 24 * 28 * 24_891_840 == 4_187_440_704
+
+
+@pytest.mark.parametrize(
+    ("model", "kept"), [("deepseek_v3", True), ("gpt_oss_20b", True), ("mixtral_8x7b", False)]
+)
+def test_many_small_experts_are_usual(model: str, kept: bool) -> None:
+    """8 of 256, 4 of 32, 2 of 8."""
+    tree = composed(f"model={model}")
+    (comment,) = [c for c in comments(tree.model, tree.optim) if c.rule == "active / all experts"]
+    assert comment.kept == kept and comment.usual == "0.03 to 0.125"
 
 
 def test_a_saved_run_of_one_process_is_planned_for_eight(
