@@ -5,9 +5,11 @@ from pathlib import Path
 import pytest
 
 from conf.compose import Composer
+from conf.typed import parse
 from launcher import __main__ as command_line
 from launcher.plan.advice import active_parameters, comments, decode_intensity
-from launcher.plan.command import Plan, made
+from launcher.plan.command import Plan, PlannedSplit, made, step_tokens
+from launcher.sections import Train
 
 
 def composed(*overrides: str) -> Plan:
@@ -73,6 +75,28 @@ def test_many_small_experts_are_usual(model: str, kept: bool) -> None:
     tree = composed(f"model={model}")
     (comment,) = [c for c in comments(tree.model, tree.optim) if c.rule == "active / all experts"]
     assert comment.kept == kept and comment.usual == "0.03 to 0.125"
+
+
+def test_steps_are_priced() -> None:
+    tree = composed("model=tiny", "gpus=8", "train.steps=10", "train.global_batch=1024")
+    report = made(tree)
+    assert (report.cost.tokens, report.cost.why) == (10 * 1024 * 4096, "train.steps")
+    assert report.cost.days == pytest.approx(10 * report.winner.time.total / 86400)
+
+
+def test_steps_of_a_ramp_are_priced_as_they_are() -> None:
+    """4 updates of 8, then 6 of 16 sequences; of 3 steps none of 16."""
+    ramp = [{"from_step": 0, "global_batch": 8}, {"from_step": 4, "global_batch": 16}]
+    train = parse(Train, {"sequence_length": 32, "ramp": ramp})
+    assert step_tokens(train, 10, 16) == (4 * 8 + 6 * 16) * 32
+    assert step_tokens(train, 3, 16) == 3 * 8 * 32
+
+
+@pytest.mark.parametrize("value", [0, -1])
+def test_recomputing_every_0th_block_is_refused(value: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command_line.main(["plan", "model=tiny", f"parallel.recompute_every={value}"]) == 2
+    assert f"parallel.recompute_every ({value}) must be at least 1" in capsys.readouterr().err
+    assert parse(PlannedSplit, {"recompute_every": 2}).recompute_every == 2
 
 
 def test_a_saved_run_of_one_process_is_planned_for_eight(
