@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from conf.compose import Composer
-from conf.typed import parse
+from conf.typed import InvalidConfiguration, parse
 from launcher import __main__ as command_line
 from launcher.plan.advice import active_parameters, comments, decode_intensity
 from launcher.plan.command import Plan, PlannedSplit, made, step_tokens
@@ -97,6 +97,30 @@ def test_recomputing_every_0th_block_is_refused(value: int, capsys: pytest.Captu
     assert command_line.main(["plan", "model=tiny", f"parallel.recompute_every={value}"]) == 2
     assert f"parallel.recompute_every ({value}) must be at least 1" in capsys.readouterr().err
     assert parse(PlannedSplit, {"recompute_every": 2}).recompute_every == 2
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "bf16_flops",
+        "fp32_flops",
+        "memory_bytes",
+        "memory_bytes_per_second",
+        "node_bytes_per_second",
+        "network_bytes_per_second",
+    ],
+)
+def test_a_machine_without_speed_or_memory_is_refused(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command_line.main(["plan", "model=tiny", f"hardware.machine.{name}=0"]) == 2
+    assert f"hardware.machine.{name} (0.0) must be above 0" in capsys.readouterr().err
+
+
+def test_a_machine_may_cost_nothing_but_not_less() -> None:
+    assert made(composed("model=tiny", "hardware.machine.price_per_gpu_hour=0")).cost.money == 0
+    with pytest.raises(InvalidConfiguration, match="price_per_gpu_hour"):
+        composed("hardware.machine.price_per_gpu_hour=-1")
+    with pytest.raises(InvalidConfiguration, match="node_gpus"):
+        composed("hardware.machine.node_gpus=0")
 
 
 def test_a_saved_run_of_one_process_is_planned_for_eight(
