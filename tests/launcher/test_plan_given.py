@@ -7,8 +7,11 @@ import pytest
 from conf.compose import Composer
 from conf.typed import InvalidConfiguration, parse
 from launcher import __main__ as command_line
+from launcher.hardware import Machine
 from launcher.plan.advice import active_parameters, comments, decode_intensity
 from launcher.plan.command import Plan, PlannedSplit, made, step_tokens
+from launcher.report.outlook import tree_of
+from launcher.report.reading import Record
 from launcher.sections import Train
 
 
@@ -138,3 +141,17 @@ def test_a_saved_run_of_one_process_is_planned_for_eight(
     assert "must be a multiple of train.micro_batch (4) x data-parallel ranks (8) = 32; use 32" in said
     assert way_out in said
     assert command_line.main([*line, *way_out.split(), "format=json"]) == 0
+
+
+def test_a_report_plans_what_the_run_had() -> None:
+    machine = composed("hardware=h100").hardware.machine
+    assert isinstance(machine, Machine)
+    settings = {
+        "kernels": {"head": "whole"},
+        "parallel": {"tp": 1, "pp": 1, "recompute": "block", "recompute_every": 2},
+        "train": {"steps": 10, "global_batch": 8, "micro_batch": 8, "sequence_length": 128},
+    }
+    tree = tree_of(Record(Path(), settings, []), machine, 1, on_cpu=False)
+    assert tree.kernels.head == "whole" and tree.parallel.recompute_every == 2
+    (only,) = {str(x.layout) for x in made(tree).found}
+    assert only.endswith("recompute block, every 2")
