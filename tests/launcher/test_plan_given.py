@@ -126,6 +126,21 @@ def test_a_machine_may_cost_nothing_but_not_less() -> None:
         composed("hardware.machine.node_gpus=0")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "length"),
+    [
+        (("model=gpt3_175b",), 2048),
+        (("model=gpt2",), 1024),
+        (("model=opt_6b7",), 2048),
+        (("model=llama3_8b",), 4096),
+        (("model=gpt2", "train.sequence_length=512"), 512),
+        (("model=gpt2", "model.position.max_positions=8192"), 8192),
+    ],
+)
+def test_sequences_are_as_long_as_learned_positions_reach(arguments: tuple[str, ...], length: int) -> None:
+    assert composed(*arguments).train.sequence_length == length
+
+
 def test_a_saved_run_of_one_process_is_planned_for_eight(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
