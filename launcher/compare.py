@@ -111,7 +111,8 @@ def rows(records: Sequence[Record]) -> list[Row]:
         loss = evaluated[-1] if evaluated else None
         first = found[0].held_out_loss if found else loss
         losses = [line["loss/train"] for line in applied[-LAST:] if isinstance(line["loss/train"], float)]
-        speeds = [line["speed/tokens_per_second"] for line in applied[WARM:]]
+        told = [line.get("speed/tokens_per_second") for line in applied[WARM:]]
+        speeds = [speed for speed in told if isinstance(speed, int | float)]
         verdicts = [line["monitor/verdict"] for line in record.lines]
         found.append(
             Row(

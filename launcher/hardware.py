@@ -50,8 +50,14 @@ class Machine:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if name != "name" and not value >= (1 if name == "node_gpus" else 0):
-                raise ValueError(f"hardware.machine.{name} ({value}) must be positive")
+            if name.endswith(("_flops", "_bytes", "_per_second")) and not value > 0:
+                raise ValueError(f"hardware.machine.{name} ({value}) must be above 0; take the data sheet's")
+        if self.node_gpus < 1:
+            raise ValueError(f"hardware.machine.node_gpus ({self.node_gpus}) must be at least 1")
+        if not self.price_per_gpu_hour >= 0:
+            raise ValueError(
+                f"hardware.machine.price_per_gpu_hour ({self.price_per_gpu_hour}) must be 0 or more"
+            )
         for name in ("matmul_efficiency", "attention_efficiency", "memory_efficiency", "link_efficiency"):
             if not 0 < getattr(self, name) <= 1:
                 raise ValueError(

@@ -93,7 +93,7 @@ def _experts(model: Model) -> Iterator[Comment]:
         yield _within(
             "active / all experts",
             model.experts.top_k / model.experts.n_experts,
-            (0.03, 0.25),
+            (0.03, 0.125),
             "DeepSeek V3 0.031, Qwen3-30B 0.0625, OLMoE and gpt-oss-20b 0.125, Mixtral 0.25",
         )
 
@@ -118,9 +118,21 @@ def prefill_intensity(*, width: int, heads: int, length: int, rows: int, fused: 
     return 1 / (first + 1 / (rows * length))
 
 
-def decode_intensity(*, width: int, heads: int, kv_heads: int, length: int, rows: int) -> float:
-    """The same while one token at a time is written: 1 / (T K / (D H) + 1 / B); 1 / D more is left out."""
-    return 1 / (length * kv_heads / (width * heads) + 1 / rows)
+def decode_intensity(model: Model, *, length: int, rows: int) -> float:
+    """The same while one token at a time is written: 1 / (cache + 1 / B); 1 / D more is left out.
+
+    cache, the mean over the layers: T K / (D H), which is T c / (2 D H E) with c = 2 K E numbers remembered
+    of a token; T c / (2 D^2) of MLA's latent c. A window w leaves min(T, w) for T.
+    """
+    width, terms = model.d_model, []
+    for own in model.layers:
+        attention = own.attention
+        kept = length if attention.window is None else min(length, attention.window)
+        if isinstance(attention, GroupedAttention.Config):
+            terms.append(kept * attention.n_kv_heads / (width * attention.n_heads))
+        else:
+            terms.append(kept * attention.cached_width / (2 * width**2))
+    return 1 / (sum(terms) / len(terms) + 1 / rows)
 
 
 def bottleneck(intensity: float, machine: Machine, precision: Precision) -> str:
@@ -146,13 +158,10 @@ class Serving:
 
 def serving(model: Model, machine: Machine, *, length: int, rows: int) -> Serving:
     attention = model.attention
-    keys = getattr(attention, "n_kv_heads", 1)
     prefill = prefill_intensity(
         width=model.d_model, heads=attention.n_heads, length=length, rows=rows, fused=True
     )
-    decode = decode_intensity(
-        width=model.d_model, heads=attention.n_heads, kv_heads=keys, length=length, rows=rows
-    )
+    decode = decode_intensity(model, length=length, rows=rows)
     return Serving(
         rows=rows,
         length=length,
@@ -173,7 +182,8 @@ def active_parameters(model: Model) -> int:
     for own in model.layers:
         if own.experts is not None:
             idle = own.experts.n_experts - own.experts.top_k
-            total -= idle * form.matrices * width * own.experts.d_ff
+            biases = (form.matrices - 1) * own.experts.d_ff + width if form.bias else 0
+            total -= idle * (form.matrices * width * own.experts.d_ff + biases)
     return total
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from checkpoints.config import Checkpoint
 from conf.typed import InvalidConfiguration, config, parse, setting
+from launcher.batch import ramp_starts
 from launcher.config import FORMAT_HELP, Format, length_problems
 from launcher.failure import DONE
 from launcher.hardware import Hardware, Machine
@@ -47,6 +48,10 @@ class PlannedSplit:
             raise ValueError(
                 f"parallel.tp ({self.tp}) and parallel.pp ({self.pp}) must be at least 1, or null"
             )
+        if self.recompute_every < 1:
+            raise ValueError(
+                f"parallel.recompute_every ({self.recompute_every}) must be at least 1; 1 is every block"
+            )
         known = search.modes()
         if self.recompute is not None and self.recompute not in known:
             raise ValueError(
@@ -68,7 +73,9 @@ class Plan:
     hardware: Hardware = setting(factory=Hardware, on_resume="free", help="the GPU and its links")
     gpus: int = setting(8, on_resume="free", help="GPUs, or processes on a CPU")
     tokens: float | None = setting(
-        None, on_resume="free", help="tokens to train on; null: train.tokens, or 20 for each active parameter"
+        None,
+        on_resume="free",
+        help="tokens to train on; null: those of train, or 20 for each active parameter",
     )
     best: int = setting(5, on_resume="free", help="layouts that are shown when they are searched")
     serve_rows: int = setting(1, on_resume="free", help="sequences served at once, for the cache's size")
@@ -184,7 +191,7 @@ def made(tree: Plan) -> Report:
         flops=flops,
         found=found,
         searched=len(found) > 1,
-        cost=cost(tree, machine, found[0].tokens_per_second),
+        cost=cost(tree, machine, found[0]),
         comments=comments(tree.model, tree.optim),
         serving=serving(tree.model, machine, length=tree.train.sequence_length, rows=tree.serve_rows),
     )
@@ -203,16 +210,26 @@ def wanted(tree: Plan) -> Wanted:
     )
 
 
-def cost(tree: Plan, machine: Machine, tokens_per_second: float) -> Cost:
+def cost(tree: Plan, machine: Machine, estimate: Estimate) -> Cost:
     """Time and money for the tokens of the run."""
     tokens, why = tree.tokens, "tokens"
+    if tokens is None and tree.train.steps is not None:
+        tokens, why = step_tokens(tree.train, tree.train.steps, estimate.layout.global_batch), "train.steps"
     if tokens is None and tree.train.tokens is not None:
         tokens, why = float(tree.train.tokens), "train.tokens"
     if tokens is None:
         tokens, why = float(budget_tokens(tree.model)), "20 for each active parameter"
-    seconds = tokens / tokens_per_second
+    seconds = tokens / estimate.tokens_per_second
     hours = seconds / 3600 * tree.gpus
     return Cost(tokens, why, seconds / 86400, hours, hours * machine.price_per_gpu_hour)
+
+
+def step_tokens(train: Train, steps: int, global_batch: int) -> float:
+    """Tokens of so many updates, the smaller ones of a ramp as they are."""
+    starts = ramp_starts(train.ramp, train.sequence_length) if train.ramp else [(0, global_batch)]
+    ends = [*(min(start, steps) for start, _ in starts[1:]), steps]
+    sequences = sum(max(end - start, 0) * size for (start, size), end in zip(starts, ends, strict=True))
+    return float(sequences * train.sequence_length)
 
 
 def machines() -> list[str]:

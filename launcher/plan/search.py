@@ -134,7 +134,10 @@ class Planner:
         sizes = [wanted.micro_batch] if wanted.micro_batch else MICRO_BATCHES
         fitting = [size for size in sizes if total % (size * dp) == 0]
         if not fitting:
-            accumulation(total, sizes[0], dp)  # says what would divide
+            try:
+                accumulation(total, sizes[0], dp)
+            except ValueError as error:  # says what would divide
+                raise ValueError(f"{error}{self._way_out()}") from None
         for size in fitting:
             chosen: list[Recompute] = [wanted.recompute] if wanted.recompute else modes()
             for mode in chosen:
@@ -152,16 +155,26 @@ class Planner:
                 )
 
     def global_batch(self, micro_batch: int | None, dp: int) -> int:
-        """Sequences of a step: as given, or about 4M tokens that any split by whole nodes divides."""
+        """Sequences of a step: as given, or about 4M tokens in a number that every split divides.
+
+        That is a multiple of the GPUs, of micro_batch and of a power of two, the largest that leaves the
+        choice of a multiple within an eighth of the 4M, so that micro-batches can be of several sizes.
+        """
         if self.train.global_batch is not None:
             return self.train.global_batch
         if self.train.accumulation is not None:
             return (micro_batch or 1) * self.train.accumulation * dp
-        node = math.gcd(self.gpus, self.machine.node_gpus)
-        unit = self.gpus // node * (micro_batch or 1)
-        return (
-            max(1, round(DEFAULT_BATCH_TOKENS[self.memory.place] / self.train.sequence_length / unit)) * unit
-        )
+        wished = DEFAULT_BATCH_TOKENS[self.memory.place] / self.train.sequence_length
+        unit = self.gpus * (micro_batch or 1)
+        while 8 * unit <= wished:
+            unit *= 2
+        return max(1, round(wished / unit)) * unit
+
+    def _way_out(self) -> str:
+        """Of a batch that was given, by a saved configuration perhaps, and that does not fit."""
+        names = ("micro_batch", "global_batch", "accumulation")
+        given = [f"train.{name}=null" for name in names if getattr(self.train, name) is not None]
+        return f"; or have them chosen: {' '.join(given)}" if given else ""
 
     def estimate(self, layout: Layout) -> Estimate:
         """Memory, time and speed of one layout."""

@@ -52,7 +52,7 @@ def report(tree: Report) -> int:
             "state": record.status.get("state"),
             "step": last["step"],
             "tokens": last.get("tokens/total"),
-            "train_loss": last_finite(record.applied, "loss/train"),
+            "last_train_loss": last_finite(record.applied, "loss/train"),
             "held_out_loss": last_finite(record.applied, "loss/eval"),
             "goodput": spent.share,
             "seconds": spent.seconds,

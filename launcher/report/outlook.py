@@ -108,12 +108,9 @@ def tree_of(record: Record, machine: Machine, processes: int, *, on_cpu: bool) -
     """The planner's configuration, all given that the run had."""
     settings = record.settings
     parallel = settings.get("parallel", {})
-    if parallel.get("recompute", "none") != "none" and parallel.get("recompute_every", 1) != 1:
-        raise ValueError(f"parallel.recompute_every={parallel['recompute_every']} is not planned for")
     split = {field.name for field in dataclasses.fields(PlannedSplit)}
-    values: dict[str, Any] = {
-        name: settings[name] for name in ("model", "data", "train", "optim", "checkpoint") if name in settings
-    }
+    same = ("model", "kernels", "data", "train", "optim", "checkpoint")
+    values: dict[str, Any] = {name: settings[name] for name in same if name in settings}
     values["parallel"] = {k: v for k, v in parallel.items() if k in split}
     values["hardware"] = {"device": "cpu" if on_cpu else "cuda", "machine": plain(machine)}
     return parse(Plan, {**values, "gpus": processes})

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from conf.saved import read
 from launcher.events import FILE, records
@@ -95,15 +95,20 @@ def load(path: Path) -> Record:
     directory = RunDirectory(path)
     if not directory.config_file.exists() or not directory.metrics_file.exists():
         raise ValueError(f"{path} is not the directory of a run: it has no config.yaml or no metrics.jsonl")
+    settings = read(directory.config_file)
+    for section in ("run", "model", "train", "parallel", "data", "optim", "monitor"):
+        if not isinstance(settings.get(section, {}), dict):
+            raise ValueError(f"{directory.config_file}: {section} is no section of settings; repair the file")
+    status = directory.status()
     record = Record(
         path,
-        read(directory.config_file),
-        list(whole_lines(directory.metrics_file, needed=("step", "attempt", "segment", "monitor/verdict"))),
-        events=list(records(path / FILE)),
-        layers=list(whole_lines(directory.layers_file, needed=("step", "layers"))),
-        samples=list(whole_lines(directory.samples_file, needed=("step", "text"))),
-        status=directory.status() or {},
-        versions=_object(path / "versions.json"),
+        settings,
+        list(whole_lines(directory.metrics_file, whole=("step", "attempt", "segment", "monitor/verdict"))),
+        events=[timed(event) for event in records(path / FILE)],
+        layers=[line for line in usable(directory.layers_file) if _is_layers(line)],
+        samples=[line for line in usable(directory.samples_file) if isinstance(line.get("text"), str)],
+        status=status if isinstance(status, dict) else {},
+        versions=_versions(_object(path / "versions.json")),
         error=_object(directory.error_file),
     )
     if not record.applied:
@@ -111,20 +116,61 @@ def load(path: Path) -> Record:
     return record
 
 
-def whole_lines(file: Path, needed: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
+def whole_lines(file: Path, whole: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
     """The objects of a file of JSON lines, none where there is no file; a run that goes on may be writing
-    its last line, which does not count. ValueError names a line that is no such object."""
+    its last line, which does not count. ValueError names a line that is no strict JSON object, or in which
+    one of the names in `whole` is no whole number."""
+    for number, found in _lines(file):
+        if found is None:
+            raise ValueError(f"{file}, line {number} is no object of strict JSON; repair the file")
+        wrong = [name for name in whole if type(found.get(name)) is not int]
+        if wrong:
+            value = found.get(wrong[0])
+            raise ValueError(
+                f"{file}, line {number}: {wrong[0]} is {value!r}, no whole number; repair the file"
+            )
+        yield found
+
+
+def usable(file: Path) -> Iterator[dict[str, Any]]:
+    """The objects of a file that a report can do without: lines that are none are left out, as are those
+    without a step."""
+    return (found for _, found in _lines(file) if found is not None and type(found.get("step")) is int)
+
+
+def _lines(file: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
+    """Number and object of each whole line; None where it holds none."""
     if not file.exists():
         return
     content = file.read_bytes()
     for number, line in enumerate(content[: content.rfind(b"\n") + 1].splitlines(), 1):
         try:
-            found = json.loads(line)
+            found = json.loads(line, parse_constant=_refuse)
         except ValueError:
             found = None
-        if not isinstance(found, dict) or not all(name in found for name in needed):
-            raise ValueError(f"{file}, line {number} is no record with {', '.join(needed)}; repair the file")
-        yield found
+        yield number, found if isinstance(found, dict) else None
+
+
+def _refuse(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON")
+
+
+def timed(event: dict[str, Any]) -> dict[str, Any]:
+    """The event, without a time that is none."""
+    is_time = isinstance(event.get("time"), int | float | str) and math.isfinite(number(event, "time"))
+    return event if is_time else {name: value for name, value in event.items() if name != "time"}
+
+
+def _is_layers(line: Mapping[str, Any]) -> bool:
+    """Names of layers, and lists of values where there are any."""
+    lists = [line.get(name, []) for name in ("layers", "gradient_norm", "weight_norm")]
+    return "layers" in line and all(isinstance(values, list) for values in lists)
+
+
+def _versions(found: dict[str, Any]) -> dict[str, Any]:
+    """Without what is not of its kind."""
+    sections = ("git", "packages")
+    return {name: v for name, v in found.items() if name not in sections or isinstance(v, dict)}
 
 
 def _object(file: Path) -> dict[str, Any]:

@@ -105,8 +105,9 @@ def test_intensities() -> None:
         1 / (1 / head_width + 1 / (rows * length))
     )
     assert prefill_intensity(**shared, fused=True) == pytest.approx(1 / (1 / width + 1 / (rows * length)))
-    assert decode_intensity(**shared, kv_heads=heads) == pytest.approx(1 / (length / width + 1 / rows))
-    assert decode_intensity(**shared, kv_heads=8) == pytest.approx(1 / (1 / 4 + 1 / rows))
+    many, few = (composed("model=llama2_7b", f"model.attention.n_kv_heads={n}").model for n in (heads, 8))
+    assert decode_intensity(many, length=length, rows=rows) == pytest.approx(1 / (length / width + 1 / rows))
+    assert decode_intensity(few, length=length, rows=rows) == pytest.approx(1 / (1 / 4 + 1 / rows))
 
 
 def test_what_leaves_the_consensus_is_marked() -> None:

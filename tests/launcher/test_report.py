@@ -278,7 +278,7 @@ def test_wrong_input_is_one_error(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "cannot be written" in capsys.readouterr().err
     (run / "metrics.jsonl").write_text('{"step": 1}\n')
     assert main(["report", f"run.dir={run}"]) == 2
-    assert "metrics.jsonl, line 1 is no record" in capsys.readouterr().err
+    assert "metrics.jsonl, line 1: attempt is None" in capsys.readouterr().err
 
 
 def test_several_runs_over_each_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -336,3 +336,33 @@ def test_the_pointer_shows_the_value(tmp_path: Path, text: str) -> None:
     dom = browse(page, "--dump-dom")
     assert re.search(r'<div id="tip"[^>]*>step 4: 4\.2</div>', dom)
     assert re.search(r'<html[^>]*data-theme="light"', dom) and "scheme: light" in dom
+
+
+SPOILT: dict[str, tuple[str, str, str | None]] = {
+    "a status that is a list": ("status.json", "[1]", None),
+    "versions of another kind": ("versions.json", '{"git": "abc", "packages": ["torch"]}', None),
+    "layers without norms": ("layers.jsonl", '{"step": 1, "layers": ["a"], "weight_norm": null}\n', None),
+    "a sample that is no object": ("samples.jsonl", "[1]\n", None),
+    "a step in quotes": ("metrics.jsonl", '{"step": "21"}\n', "line 1: step is '21', no whole number"),
+    "a number that is none": (
+        "metrics.jsonl",
+        '{"step": 1, "loss/train": NaN}\n',
+        "line 1 is no object of strict",
+    ),
+    "a section that is a number": ("config.yaml", "train: 3\n", "train is no section of settings"),
+}
+
+
+@pytest.mark.parametrize("name", SPOILT)
+def test_spoilt_files_cost_what_they_hold_or_are_named(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What a page can do without is left out; else one line with file and place, and code 2."""
+    run = write_run(tmp_path / "run")
+    file, content, message = SPOILT[name]
+    (run / file).write_text(content)
+    code = main(["report", f"run.dir={run}", "calibrate=false"])
+    assert code == (0 if message is None else 2), capsys.readouterr().err
+    if message is not None:
+        told = capsys.readouterr().err
+        assert message in told and file in told
