@@ -38,8 +38,15 @@ def check(case: Case, like: Case, ranks: Ranks) -> None:
         np.testing.assert_allclose(result["norm"], expected["norm"], rtol=1e-5)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("switch", SWITCHES)
+QUICK = ("as it comes", "recompute attentions", "whole head")  # at every layout, the others in the long form
+COMBINATIONS = [
+    pytest.param(switch, layout, marks=[] if layout == "one" or switch in QUICK else [pytest.mark.slow])
+    for switch in SWITCHES
+    for layout in LAYOUTS
+]
+
+
+@pytest.mark.parametrize(("switch", "layout"), COMBINATIONS)
 def test_the_curve_is_the_same(switch: str, layout: str, ranks: Ranks) -> None:
     check(replace(MODEL, **SWITCHES[switch], **LAYOUTS[layout]), MODEL, ranks)
 
