@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megamodel.dropout import KeyedDropout
 from megamodel.kernels import flex
+from megamodel.kernels.reference import wide
 
 QUERIES = 256  # of one block where scores are made a block at a time
 
@@ -138,14 +139,13 @@ class Attend(nn.Module):
         if self.widens:
             q, k, v = wide(q), wide(k), wide(v)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H or K, S or N, E)
-        dropped = bool(self.dropout.p) and self.training
         if key_positions is not None or self.backend == "whole":
             out = self._whole(q, k, v, positions, samples, bias, sinks, key_positions)
-        elif self.backend == "flex" and bias is None and not dropped:
+        elif self.backend == "flex" and bias is None and not self.drops:
             out = flex.attention(
                 q, k, v, self._rule(positions), scale=self.scale, softcap=self.softcap, sinks=sinks
             )
-        elif self.softcap is not None or sinks is not None or dropped or bias is not None:
+        elif self.softcap is not None or sinks is not None or self.drops or bias is not None:
             if self.backend == "sdpa" or q.shape[2] <= QUERIES:
                 out = self._whole(q, k, v, positions, samples, bias, sinks, None)
             else:
@@ -159,6 +159,11 @@ class Attend(nn.Module):
         else:
             out = in_blocks(q, k, v, self.seen, self.scale, positions if self.documents else None)
         return out.transpose(1, 2).to(dtype)
+
+    @property
+    def drops(self) -> bool:
+        """Whether probabilities are dropped in this pass."""
+        return bool(self.dropout.p) and self.training
 
     def _plain(self, length: int) -> bool:
         return self.seen.sees_all(length) and not self.documents
@@ -185,8 +190,7 @@ class Attend(nn.Module):
     ) -> Tensor:
         """All scores at once. A cache with nothing special about it goes through torch's own."""
         mask = self._mask(positions, key_positions)
-        dropped = bool(self.dropout.p) and self.training
-        if self.backend != "whole" and self.softcap is None and sinks is None and not dropped:
+        if self.backend != "whole" and self.softcap is None and sinks is None and not self.drops:
             if bias is not None:
                 mask = bias.to(q.dtype).masked_fill(~mask, -torch.inf)
             return masked(q, k, v, mask, self.scale)
@@ -248,7 +252,7 @@ class Attend(nn.Module):
         else:
             sink = wide(sinks).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
             probabilities = torch.cat((scores, sink), dim=-1).softmax(-1)[..., :-1]
-        if self.dropout.p and self.training:
+        if self.drops:
             probabilities = self._dropped(probabilities, samples, first_query, first_key)
         weights = probabilities.to(v.dtype).unflatten(1, (k.shape[1], -1)).flatten(2, 3)
         return (weights @ v).unflatten(2, (-1, length)).flatten(1, 2) if heads != k.shape[1] else weights @ v
@@ -263,11 +267,6 @@ class Attend(nn.Module):
         places = (head[:, None, None] << 42) + (query[:, None] << 21) + key
         keep = self.dropout.keep(samples, places, self.dropout.clock.step)
         return torch.where(keep, probabilities / (1 - self.dropout.p), 0.0)
-
-
-def wide(x: Tensor) -> Tensor:
-    """16-bit numbers as fp32; wider ones as they are."""
-    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
