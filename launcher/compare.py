@@ -7,9 +7,6 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Literal
 
-from rich.console import Console
-from rich.table import Table
-
 from conf.typed import config, parse, setting
 from launcher.curves import matching
 from launcher.failure import DONE
@@ -18,6 +15,7 @@ from launcher.picture import overlay
 from launcher.report.command import save
 from launcher.report.reading import Record, load
 from launcher.report.several import compare_page
+from launcher.tables import markdown, shown
 from megamodel.accounting import cache_bytes, parameter_count
 from megamodel.config import Model
 
@@ -78,11 +76,9 @@ def compare(tree: Compare) -> int:
     if tree.format == "json":
         print(json.dumps({"runs": [asdict(row) for row in found]}))
     elif tree.format == "markdown":
-        print(markdown(found))
+        print(markdown(*cells(found)))
     else:
-        console = Console()
-        console.width = max(console.width, WIDTH)
-        console.print(table(found))
+        shown(*cells(found), width=WIDTH)
     return DONE
 
 
@@ -181,20 +177,6 @@ def shortened(paths: Sequence[str]) -> list[str]:
 
 def number(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
-
-
-def table(found: Sequence[Row]) -> Table:
-    heads, body = cells(found)
-    made = Table(*heads, box=None)
-    for line in body:
-        made.add_row(*line)
-    return made
-
-
-def markdown(found: Sequence[Row]) -> str:
-    heads, body = cells(found)
-    lines = [heads, ["---"] * len(heads), *body]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def draw(path: Path, records: Sequence[Record], found: Sequence[Row]) -> None:

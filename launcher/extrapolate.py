@@ -13,8 +13,6 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from checkpoints import manifest
 from checkpoints.files import LocalFiles
@@ -26,6 +24,7 @@ from launcher.failure import DONE
 from launcher.hardware import Hardware
 from launcher.opening import step_directory
 from launcher.picture import overlay
+from launcher.tables import markdown, shown
 from megamodel.config import Model
 from megamodel.data.prepare import prepare as prepare_data
 from megamodel.data.prepared import Prepared
@@ -90,16 +89,9 @@ def extrapolate(tree: Extrapolate) -> int:
     if tree.format == "json":
         print(json.dumps({"rows": [asdict(row) for row in rows]}))
     elif tree.format == "markdown":
-        heads, body = cells(rows)
-        print("\n".join(f"| {' | '.join(line)} |" for line in (heads, ["---"] * len(heads), *body)))
+        print(markdown(*cells(rows)))
     else:
-        heads, body = cells(rows)
-        made = Table(*heads, box=None)
-        for line in body:
-            made.add_row(*line)
-        console = Console()
-        console.width = max(console.width, WIDTH)
-        console.print(made)
+        shown(*cells(rows), width=WIDTH)
     return DONE
 
 
