@@ -19,12 +19,13 @@ from launcher.cluster import Placement, placement
 from launcher.config import Config, Plan, plan
 from launcher.failure import DONE, FAILED
 from launcher.health import Facts, Row, examine
+from launcher.joining import join
 from launcher.rundirectory import git_state
 from megamodel.accounting import parameter_count
 from parallel import probe
 from parallel.exchange import exchange_over
 from parallel.mesh import Mesh, build_mesh
-from parallel.start import declare_accelerator, pick_device, start, stop
+from parallel.start import declare_accelerator, pick_device, stop
 
 REPEATS = 5
 
@@ -55,16 +56,7 @@ def doctor(tree: Doctor) -> int:
     declare_accelerator(tree.hardware.device)
     device = pick_device(tree.hardware.device, place.local_rank)
     settled = plan(tree, world_size=place.world_size, cuda=device.type == "cuda")
-    start(
-        rank=place.rank,
-        world_size=place.world_size,
-        local_rank=place.local_rank,
-        address=place.master_addr,
-        port=place.master_port,
-        device=device,
-        timeout=timedelta(seconds=tree.run.timeout_seconds),
-        agent_store=place.agent_store,
-    )
+    join(place, device, timedelta(seconds=tree.run.timeout_seconds))
     try:
         mesh = build_mesh(tp=tree.parallel.tp, pp=tree.parallel.pp, device=device)
         exchange = exchange_over(mesh.world)

@@ -22,11 +22,12 @@ from conf.typed import parse
 from launcher.cluster import placement
 from launcher.config import Config
 from launcher.hardware import Hardware
+from launcher.joining import join
 from megamodel.data.prepare import prepare as prepare_data
 from megamodel.model import Transformer
 from megamodel.tokenizer import Tokenizer, TokenizerConfig, load
 from parallel.mesh import build_mesh
-from parallel.start import pick_device, start, stop
+from parallel.start import pick_device, stop
 from parallel.tensor import TensorParallel
 
 TIMEOUT = timedelta(minutes=30)  # a rank may still be building the tokenizer while the others wait
@@ -71,15 +72,7 @@ def asked(hardware: Hardware) -> Iterator[tuple[torch.device, TensorParallel]]:
     if place.world_size == 1:
         yield device, TensorParallel()
         return
-    start(
-        rank=place.rank,
-        world_size=place.world_size,
-        local_rank=place.local_rank,
-        address=place.master_addr,
-        port=place.master_port,
-        device=device,
-        timeout=TIMEOUT,
-    )
+    join(place, device, TIMEOUT)
     try:
         yield device, TensorParallel(build_mesh(tp=place.world_size, pp=1, device=device).tp)
     finally:

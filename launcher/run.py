@@ -27,6 +27,7 @@ from launcher.faults import Faults, poisoned
 from launcher.guard import Guard
 from launcher.hardware import peak_flops
 from launcher.heart import Heart
+from launcher.joining import join
 from launcher.layers import LayerStatistics
 from launcher.leaving import agreed, is_over, leave
 from launcher.log import logging_to
@@ -59,7 +60,7 @@ from megamodel.optim import adamw
 from parallel.engine import Engine
 from parallel.exchange import Exchange, exchange_over, together
 from parallel.mesh import Mesh, build_mesh
-from parallel.start import connect, pick_device, start, stop, wait_for_main
+from parallel.start import connect, pick_device, stop, wait_for_main
 from parallel.tensor import TensorParallel, VocabularyShard
 
 log = logging.getLogger(__name__)
@@ -116,16 +117,7 @@ def _together(
 def joined(place: Placement, config: Config, device: torch.device) -> Iterator[str]:
     """The processes in one group; the name of this start."""
     with ended_by_term(place.world_size > 1):
-        name = start(
-            rank=place.rank,
-            world_size=place.world_size,
-            local_rank=place.local_rank,
-            address=place.master_addr,
-            port=place.master_port,
-            device=device,
-            timeout=timedelta(seconds=config.run.timeout_seconds),
-            agent_store=place.agent_store,
-        )
+        name = join(place, device, timedelta(seconds=config.run.timeout_seconds))
     try:
         yield name
     finally:
