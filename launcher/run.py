@@ -342,6 +342,7 @@ def build_engine(settled: Plan, mesh: Mesh) -> Engine:
         stage_layers=config.parallel.stage_layers,
         set_step=clock.set,
         auxiliary=auxiliary if isinstance(config.model.experts, Routed) else None,
+        bucket_bytes=config.parallel.bucket_bytes,
     )
 
 

@@ -200,7 +200,7 @@ class GroupedAttention(nn.Module):
         projected: tuple[Tensor, ...] | None = None,
     ) -> Tensor:
         """x (B, S, D) between the regions, positions (B, S), samples (B,) -> like x. projected: q, k, v."""
-        made = projected if self.qkv is None else self.qkv(self.parallel.enter(x))
+        made = projected if self.qkv is None else self.qkv.entered(x, self.parallel)
         assert made is not None
         q, k, v = (y.unflatten(-1, (-1, self.head_width)) for y in made)  # (B, S, h, E), (B, S, k, E) twice
         if self.norm_rotate is not None and cache is None:

@@ -210,7 +210,7 @@ class Block(nn.Module):
         inputs: tuple[Any, ...] = (normed, samples, positions, samples, cache)
         inner: tuple[Any, ...] = (other, samples)
         if self.joint is not None:
-            made = self.joint(self.parallel.enter(normed))
+            made = self.joint.entered(normed, self.parallel)
             inputs, inner = (*inputs, made[:3]), (*inner, made[3:])
         attended = self.attend.branch
         if self.recompute == "attention" and self.training:

@@ -20,7 +20,8 @@ from megamodel.kernels.products import widened
 from megamodel.moe import Experts
 from megamodel.norm import Normalise
 from megamodel.position import Rope
-from parallel.tensor import ColumnLinear, InnerLinear, Product, RowLinear
+from parallel.product import Product
+from parallel.tensor import ColumnLinear, InnerLinear, RowLinear
 
 Precision = Literal["fp32", "bf16"]
 POINTWISE = {
@@ -204,6 +205,8 @@ def equip(module: nn.Module, choices: dict[str, Choice]) -> None:
     for part in module.modules():
         if isinstance(part, LINEAR) and choices["products"].form != "native":
             part.product = _product(choices["products"].form)
+        if isinstance(part, ColumnLinear):
+            part.wide = {"native": False, "widened": True}.get(choices["products"].form)
         if isinstance(part, Attend):
             part.backend = choices["attention"].form  # type: ignore[assignment]
             part.widens = choices["products"].form == "widened"

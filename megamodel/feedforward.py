@@ -78,6 +78,6 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor, projected: tuple[Tensor, ...] | None = None) -> Tensor:
         """x (B, S, D) between the regions -> like x. projected: the inner products, made elsewhere."""
-        made = projected if self.inner is None else self.inner(self.parallel.enter(x))
+        made = projected if self.inner is None else self.inner.entered(x, self.parallel)
         assert made is not None
         return self.down(self.gate(*made) if self.gated else self.activation(*made))

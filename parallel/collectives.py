@@ -26,17 +26,17 @@ def all_reduce_max(x: Tensor, group: Group) -> Tensor:
     return x
 
 
-def _gather_single(out: Tensor, x: Tensor, group: Group) -> None:
+def _gather_single(out: Tensor, x: Tensor, group: Group, *, started: bool = False) -> dist.Work | None:
     # torch 2.13 renamed both; the old names warn there and are all that 2.11 has.
     gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
-    gather(out, x, group=group.handle)
+    return gather(out, x, group=group.handle, async_op=started)
 
 
-def _scatter_single(out: Tensor, x: Tensor, group: Group) -> None:
+def _scatter_single(out: Tensor, x: Tensor, group: Group, *, started: bool = False) -> dist.Work | None:
     scatter = (
         dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
     )
-    scatter(out, x, group=group.handle)
+    return scatter(out, x, group=group.handle, async_op=started)
 
 
 def gather_rows(x: Tensor, group: Group) -> Tensor:
@@ -61,6 +61,38 @@ def _gather_sequence(x: Tensor, group: Group) -> Tensor:
 def _reduce_scatter_sequence(x: Tensor, group: Group) -> Tensor:
     rows = reduce_scatter_rows(x.transpose(0, 1), group)  # (S / tp, B, D)
     return rows.transpose(0, 1).contiguous()  # a stage border sends it as it lies in memory
+
+
+Arriving = Callable[[], Tensor]  # waits for what was started, once, and gives it
+
+
+def all_reduce_started(x: Tensor, group: Group) -> Arriving:
+    """The sum in place of contiguous x, on its way while other work is done. Without gradient."""
+    work = dist.all_reduce(x, group=group.handle, async_op=True)
+    return lambda: _arrived(work, x)
+
+
+def gather_sequence_started(x: Tensor, group: Group) -> Arriving:
+    """(B, S / tp, D) -> (B, S, D), on its way while other work is done. Without gradient."""
+    x = x.transpose(0, 1).contiguous()
+    out = x.new_empty((group.size * x.shape[0], *x.shape[1:]))
+    work = _gather_single(out, x, group, started=True)
+    # x must live until then.
+    return lambda: _arrived(work, out, x).transpose(0, 1).contiguous()
+
+
+def scatter_sequence_started(x: Tensor, group: Group) -> Arriving:
+    """Partial sums (B, S, D) -> this rank's (B, S / tp, D), on its way. Without gradient."""
+    x = x.transpose(0, 1).contiguous()
+    out = x.new_empty((x.shape[0] // group.size, *x.shape[1:]))
+    work = _scatter_single(out, x, group, started=True)
+    return lambda: _arrived(work, out, x).transpose(0, 1).contiguous()
+
+
+def _arrived(work: dist.Work | None, out: Tensor, *inputs: Tensor) -> Tensor:
+    assert work is not None
+    work.wait()
+    return out
 
 
 class _Copy(torch.autograd.Function):

@@ -24,6 +24,11 @@ class Parallel:
     recompute_every: int = setting(
         1, on_resume="free", help="recompute only every n-th block, from the first on"
     )
+    bucket_bytes: int = setting(
+        128 << 20,
+        on_resume="free",
+        help="sum gradients over dp in pieces of about this size while backward goes on; 0: after it",
+    )
     stage_layers: list[int] | None = setting(
         None, on_resume="free", help="blocks of each pipeline stage; null balances by cost"
     )
@@ -33,6 +38,10 @@ class Parallel:
             raise ValueError(f"parallel.tp ({self.tp}) and parallel.pp ({self.pp}) must be at least 1")
         if self.recompute_every < 1:
             raise ValueError(f"parallel.recompute_every ({self.recompute_every}) must be at least 1")
+        if self.bucket_bytes < 0:
+            raise ValueError(
+                f"parallel.bucket_bytes ({self.bucket_bytes}) must be at least 0, which is: after backward"
+            )
         if self.sequence_parallel and self.tp == 1:
             raise ValueError(
                 "parallel.sequence_parallel=true needs parallel.tp of 2 or more (it is 1); "

@@ -16,6 +16,7 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from torch import Tensor, nn
 
 from parallel.deepspeed_config import Precision, deepspeed_config
+from parallel.gradients import split_groups
 from parallel.mesh import Group, Mesh
 from parallel.piece import Piece, disown, pieces_of
 from parallel.pipeline import GuardedEngine, LayerLike, StagedModule, quiet
@@ -112,6 +113,8 @@ class Engine:
     """Trains the layers under the loss on the mesh.
 
     make_optimizer gets the local parameters of this stage and returns torch's AdamW over its groups.
+    bucket_bytes: gradients are summed over dp in pieces of about so many bytes while backward goes on; 0: after
+    it.
     """
 
     def __init__(
@@ -128,11 +131,13 @@ class Engine:
         stage_layers: Sequence[int] | None = None,
         set_step: Callable[[int], None] = lambda step: None,
         auxiliary: AuxiliaryLike | None = None,
+        bucket_bytes: int = 0,
     ) -> None:
         _check_version()
         self.mesh = mesh
         self.loss = loss
         self._set_step = set_step
+        self._overlaps = bucket_bytes > 0 and mesh.dp.size > 1
         self._auxiliary = auxiliary
         self.bounds = stage_bounds(
             [layer.cost for layer in layers],
@@ -154,15 +159,19 @@ class Engine:
                 clip_norm=clip_norm,
             )
             mpu = self.module.mpu()
+            tied = [weight for weight, _ in self.module.get_tied_weights_and_groups()]
+            optimizer = make_optimizer(self.module)
+            if self._overlaps:
+                split_groups(optimizer, bucket_bytes=bucket_bytes, tied=tied)
             self._engine = GuardedEngine(
                 args=None,
                 model=self.module,
-                optimizer=make_optimizer(self.module),
+                optimizer=optimizer,
                 mpu=mpu,
                 config=raw,
                 config_class=DeepSpeedConfig(raw, mpu),
             )
-        self.partition = ZeroPartition(self._engine.optimizer, mesh, clip_norm=clip_norm)
+        self.partition = ZeroPartition(self._engine.optimizer, mesh, clip_norm=clip_norm, tied=tied)
         self._untrained = _in_fp32(p for p in self.module.parameters() if not p.requires_grad)
         self._engine.attach(self._before_reduction, self._decide, self.partition)
         self._judge: Judge = accept
@@ -221,7 +230,8 @@ class Engine:
             self._auxiliary.begin(sequences=sum(batch.tokens.shape[0] for batch in batches))
         for group in self._engine.optimizer.optimizer.param_groups:
             group["lr"] = lr
-        self.partition.begin()
+        # A fault must be seen in the gradients of the rank that made it, so then they stay until the end.
+        self.partition.reduction.begin(len(batches), overlap=self._overlaps and on_gradients is None)
         self._engine.train_batch(self._feed(batches, len(batches) * self.mesh.dp.size / valid))
         decided: Signals | None = self._signals  # set by _decide, which train_batch calls
         assert decided is not None
@@ -277,6 +287,7 @@ class Engine:
         DeepSpeed's hooks on the gradients refer to its optimizer from C++, where Python's collector does
         not look: without this an engine would never be freed.
         """
+        self.partition.close()
         with quiet():
             self._engine.optimizer.destroy()
 
@@ -310,8 +321,8 @@ class Engine:
     def _before_reduction(self) -> None:
         self._work.end()
         if self._on_gradients is not None:
-            found = [(p, self.partition.accumulated(p)) for p in self.partition.parameters]
-            self._on_gradients([(_name(p), p, gradient) for p, gradient in found if gradient is not None])
+            own = self.partition.reduction.own
+            self._on_gradients([(_name(p), p, own(p)) for p in self.partition.parameters])
         self._sum_over_tp()
 
     @torch.no_grad()
@@ -329,10 +340,7 @@ class Engine:
             for piece in pieces_of(parameter):
                 if not piece.summed:
                     continue
-                gradient = self.partition.accumulated(parameter)
-                if gradient is None:
-                    continue
-                flat = gradient.view(-1).narrow(0, piece.start, piece.numel)
+                flat = self.partition.reduction.own(parameter).view(-1).narrow(0, piece.start, piece.numel)
                 bucket.append((flat, piece))
                 size += _numel(piece)
                 if size >= _BUCKET_ELEMENTS:

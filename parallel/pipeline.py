@@ -1,4 +1,4 @@
-"""DeepSpeed's pipeline module and engine, with our layers, our stages and two replaced instructions."""
+"""DeepSpeed's pipeline module and engine, with our layers, our stages and three replaced instructions."""
 
 import contextlib
 import io
@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, Protocol
 
 import torch
+import torch.distributed as dist
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
@@ -86,9 +87,13 @@ class GuardedEngine(PipelineEngine):
         self._decide = decide
         self._partition = partition
 
+    def _exec_reduce_tied_grads(self) -> None:
+        for weight, group in self.module.get_tied_weights_and_groups():
+            dist.all_reduce(self._partition.reduction.own(weight), group=group)
+
     def _exec_reduce_grads(self) -> None:
         self._before_reduce()
-        self._partition.reduce()
+        self._partition.reduction.average()
 
     def _exec_optimizer_step(self, lr_kwargs: Any = None) -> None:
         norm = self._decide()
@@ -104,6 +109,7 @@ class GuardedEngine(PipelineEngine):
 
     _INSTRUCTION_MAP: ClassVar = {
         **PipelineEngine._INSTRUCTION_MAP,
+        schedule.ReduceTiedGrads: _exec_reduce_tied_grads,
         schedule.ReduceGrads: _exec_reduce_grads,
         schedule.OptimizerStep: _exec_optimizer_step,
     }

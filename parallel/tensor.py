@@ -4,7 +4,7 @@ B batch, S sequence length, D width, V vocabulary. Under sequence parallelism x 
 regions is this rank's (B, S / tp, D); inside, and always without it, the sequence is whole.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -14,10 +14,7 @@ from torch import Tensor, nn
 from parallel.collectives import copy_to, gather_sequence, reduce_from, scatter_sequence
 from parallel.mesh import SINGLE, Group
 from parallel.piece import Fill, Piece, tag
-
-# y = x W^T + b: (x, W, b or None) -> y. Layers multiply with F.linear unless they are given another.
-Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-
+from parallel.product import Product, entered
 
 @dataclass(frozen=True)
 class TensorParallel:
@@ -81,6 +78,8 @@ class ColumnLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.product: Product = F.linear
+        # Whether that widens 16-bit operands; None: it is neither product nor widened product.
+        self.wide: bool | None = False
         self.sizes: list[int] = []
         weights: list[Piece] = []
         biases: list[Piece] = []
@@ -112,6 +111,13 @@ class ColumnLinear(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         return self.product(x, self.weight, self.bias).split(self.sizes, dim=-1)
+
+    def entered(self, x: Tensor, parallel: TensorParallel) -> tuple[Tensor, ...]:
+        """The same of x (B, S, D) between the regions, which enters for this product alone."""
+        if parallel.group.size == 1 or self.wide is None:
+            return self(parallel.enter(x))
+        y = entered(x, self.weight, self.bias, parallel.group, parallel.sequence, self.wide)
+        return y.split(self.sizes, dim=-1)
 
 
 class RowLinear(nn.Module):

@@ -2,10 +2,11 @@
 
 Both flatten each parameter group, cut it into equal parts, one a data rank, and keep an fp32 master and
 Adam's moments of their part. `Partition` knows which stretch of which parameter lies where, so that the norm,
-clipping, skipping, saving and restoring are written once. In fp32 it reduces the gradients too: DeepSpeed
-copies them three times on the way to Adam.
+clipping, skipping, saving and restoring are written once. Adding up and reducing gradients is ours
+(parallel/gradients.py): DeepSpeed copies them up to three times on the way to Adam and rounds sums to bf16.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +15,8 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
 
-from parallel.mesh import Group, Mesh
+from parallel.gradients import Gradients
+from parallel.mesh import Mesh
 from parallel.piece import Piece, pieces_of
 
 
@@ -57,93 +59,54 @@ class ZeroPartition:
     """This data rank's part of a DeepSpeed ZeRO-1 optimizer over torch's AdamW."""
 
     def __init__(
-        self, optimizer: BF16_Optimizer | DeepSpeedZeroOptimizer, mesh: Mesh, *, clip_norm: float
+        self,
+        optimizer: BF16_Optimizer | DeepSpeedZeroOptimizer,
+        mesh: Mesh,
+        *,
+        clip_norm: float,
+        tied: Sequence[Tensor] = (),
     ) -> None:
         self.optimizer = optimizer
         self.mesh = mesh
         self.clip_norm = clip_norm
         self.is_bf16 = isinstance(optimizer, BF16_Optimizer)
         groups = optimizer.bf16_groups if isinstance(optimizer, BF16_Optimizer) else optimizer.bit16_groups
-        self.masters: list[Tensor] = (
-            optimizer.fp32_groups_flat_partition
-            if isinstance(optimizer, BF16_Optimizer)
-            else optimizer.single_partition_of_fp32_groups
-        )
         self.parameters: list[Tensor] = [p for group in groups for p in group]
-        self._groups: list[list[Tensor]] = [list(group) for group in groups]
-        # In fp32 the gradients of whole groups, as long as all parts together.
-        self._flat: list[Tensor] = []
-        if isinstance(optimizer, BF16_Optimizer):
-            self._flat = optimizer.fp32_groups_gradients_flat
-        else:
-            # The weights of this rank's part are their own masters: one copy less to hold and to make.
-            weights = optimizer.parallel_partitioned_bit16_groups
-            for master, parts in zip(self.masters, weights, strict=True):
-                master.data = parts[mesh.dp.rank].data
-            for parameter in self.parameters:
-                parameter._hp_mapping = None  # type: ignore[attr-defined]  # it holds the masters that were
-            self._flat = [m.new_zeros(m.numel() * mesh.dp.size) for m in self.masters]
-        self._gradients: list[Tensor] = (
-            optimizer.fp32_groups_gradient_flat_partition
-            if isinstance(optimizer, BF16_Optimizer)
-            else [self._part(flat, m.numel()) for flat, m in zip(self._flat, self.masters, strict=True)]
-        )
+        self.masters = _masters(optimizer, mesh)
         self.stretches: list[_Stretch] = []
         for index, group in enumerate(groups):
             self.stretches += _stretches(index, group, self.masters[index].numel(), mesh.dp.rank)
-        self._start_moments()
+        self.reduction = Gradients(groups, [m.numel() for m in self.masters], mesh.dp, tied=tied)
+        self._trained = self._start_adam()
+        self._updates = 0
 
-    def _start_moments(self) -> None:
-        """Adam's state from the beginning, so that a restore finds what to overwrite."""
-        for group in self.optimizer.optimizer.param_groups:
+    def _start_adam(self) -> list[Tensor]:
+        """Have Adam train each stretch of the masters, its moments there from the beginning."""
+        trained = [
+            torch.nn.Parameter(self.masters[s.group].detach().narrow(0, s.at, s.length))
+            for s in self.stretches
+        ]
+        adam = self.optimizer.optimizer
+        adam.state.clear()
+        for index, group in enumerate(adam.param_groups):
+            group["params"] = [p for s, p in zip(self.stretches, trained, strict=True) if s.group == index]
             for master in group["params"]:
-                self.optimizer.optimizer.state[master] = {
+                adam.state[master] = {
                     "step": torch.zeros(
                         (), dtype=torch.float32, device=master.device if group.get("fused") else "cpu"
                     ),
                     "exp_avg": torch.zeros_like(master),
                     "exp_avg_sq": torch.zeros_like(master),
                 }
-
-    def accumulated(self, parameter: Tensor) -> Tensor | None:
-        """The gradient of a parameter summed over the micro-batches, before any reduction over dp."""
-        if self.is_bf16:
-            gradient = getattr(parameter, "_hp_grad", None)
-            return None if gradient is None else gradient.view(parameter.shape)
-        return self.optimizer.get_gradient_for_reduction(parameter)
-
-    def _part(self, flat: Tensor, size: int) -> Tensor:
-        return flat.narrow(0, self.mesh.dp.rank * size, size)
-
-    @torch.no_grad()
-    def begin(self) -> None:
-        """fp32: the gradients of the coming step are added up where they are reduced, from zero."""
-        if self.is_bf16:  # DeepSpeed adds them up in fp32 as they come
-            return
-        for group, flat in zip(self._groups, self._flat, strict=True):
-            flat.zero_()
-            places = flat[: sum(p.numel() for p in group)].split([p.numel() for p in group])
-            for place, parameter in zip(places, group, strict=True):
-                parameter.grad = place.view(parameter.shape)
-
-    @torch.no_grad()
-    def reduce(self) -> None:
-        """Average the accumulated gradients over dp in fp32, each rank its part. Collective over dp.
-
-        DeepSpeed would round the sums over micro-batches to bf16 first, even where there is nobody to send
-        them to.
-        """
-        dp = self.mesh.dp
-        for group, flat, part in zip(self._groups, self._flat, self._gradients, strict=True):
-            for parameter in group:
-                parameter.grad = None
-            if dp.size > 1:
-                _sum_over(part, flat, dp)
-                part.div_(dp.size)
+        return trained
 
     def gradients(self) -> list[tuple[_Stretch, Tensor]]:
         """The reduced gradient of each stretch of this partition, as a flat live view."""
-        return [(s, self._gradients[s.group].narrow(0, s.at, s.length)) for s in self.stretches]
+        averaged = self.reduction.averaged
+        return [
+            (s, averaged(s.group, s.parameter, start=s.start, length=s.length, at=s.at))
+            for s in self.stretches
+        ]
 
     @torch.no_grad()
     def norm(self) -> Tensor:
@@ -175,15 +138,15 @@ class ZeroPartition:
     def step(self, norm: float) -> None:
         """Clip by the given norm and update masters, moments and weights."""
         over = (norm + 1e-6) / self.clip_norm if self.clip_norm > 0 else 0.0
-        if over > 1.0:
-            for gradient in self._gradients:
-                gradient.mul_(1.0 / over)
-        for master, gradient in zip(self.masters, self._gradients, strict=True):
+        gradients = [gradient for _, gradient in self.gradients()]
+        if over > 1.0 and gradients:
+            torch._foreach_mul_(gradients, 1.0 / over)
+        for master, gradient in zip(self._trained, gradients, strict=True):
             master.grad = gradient
         self.optimizer.optimizer.step()
+        self._updates += 1
+        self.discard()
         self._update_weights()
-        if self.is_bf16:
-            self.optimizer.clear_hp_grads()
 
     def _update_weights(self) -> None:
         """The weights of all parts from the masters. Collective over dp."""
@@ -192,45 +155,66 @@ class ZeroPartition:
 
     def discard(self) -> None:
         """Forget the gradients: nothing else changes."""
-        self.optimizer.zero_grad(set_to_none=True)
+        for master in self._trained:
+            master.grad = None
+        self.reduction.clear()
+
+    def close(self) -> None:
+        """Let go of the parameters."""
+        self.reduction.close()
 
     def state(self) -> list[StateTensor]:
         """Masters and moments of this partition as named stretches, in a fixed order."""
         found = []
-        for stretch in self.stretches:
-            master = self.masters[stretch.group]
+        for stretch, master in zip(self.stretches, self._trained, strict=True):
             moments = self.optimizer.optimizer.state[master]
             views = {
-                "master": master.data,
+                "master": master.detach(),
                 "exp_avg": moments["exp_avg"],
                 "exp_avg_sq": moments["exp_avg_sq"],
             }
             for piece, flat_start, at, length in stretch.overlaps():
                 for kind, flat in views.items():
-                    view = flat.narrow(0, stretch.at + at, length)
-                    found.append(StateTensor(piece, kind, view, flat_start))
+                    found.append(StateTensor(piece, kind, flat.narrow(0, at, length), flat_start))
         return found
 
     @property
     def adam_step(self) -> int:
         """Updates that Adam has made."""
-        return int(self.optimizer.optimizer.state[self.masters[0]]["step"].item())
+        return self._updates
 
     def restored(self, step: int) -> None:
         """After masters and moments were overwritten: Adam's count, and the weights from the masters."""
-        for master in self.masters:
+        self._updates = step
+        for master in self._trained:
             self.optimizer.optimizer.state[master]["step"].fill_(float(step))
         self.discard()
         self._update_weights()
 
 
-def _sum_over(part: Tensor, flat: Tensor, group: Group) -> None:
-    """The sum of every rank's `flat`, at least where `part` of it lies."""
-    if flat.is_cuda:
-        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        scatter(part, flat, group=group.handle)
+def _masters(optimizer: BF16_Optimizer | DeepSpeedZeroOptimizer, mesh: Mesh) -> list[Tensor]:
+    """The flat fp32 masters of this rank's part of each group; DeepSpeed's buffers for gradients are freed."""
+    if isinstance(optimizer, BF16_Optimizer):
+        for buffers in (
+            optimizer.fp32_groups_gradients_flat,
+            optimizer.fp32_groups_gradients,
+            optimizer.fp32_groups_gradient_flat_partition,
+            optimizer.fp32_groups_actual_gradients_flat,
+            optimizer.non_expert_gradients,
+            optimizer.fp32_groups_gradient_dict,
+        ):
+            buffers.clear()
+        masters = optimizer.fp32_groups_flat_partition
+        parameters = [p for group in optimizer.bf16_groups for p in group]
     else:
-        dist.all_reduce(flat, group=group.handle)
+        # The weights of this rank's part are their own masters: one copy less to hold and to make.
+        masters = optimizer.single_partition_of_fp32_groups
+        for master, parts in zip(masters, optimizer.parallel_partitioned_bit16_groups, strict=True):
+            master.data = parts[mesh.dp.rank].data
+        parameters = [p for group in optimizer.bit16_groups for p in group]
+    for parameter in parameters:
+        parameter._hp_mapping = None  # it holds buffers and masters that were
+    return masters
 
 
 def _stretches(index: int, group: list[Tensor], size: int, rank: int) -> list[_Stretch]:

@@ -52,13 +52,13 @@ class Method:
     update_bytes: int = 34  # master, two moments: read and written; gradient read; weight written, in fp32
 
 
-# The engine under ZeRO 1 scatters the gradients' sums in fp32 after the last micro-batch and gathers weights
-# after the update. Nothing overlaps.
+# The engine under ZeRO 1 scatters the gradients' sums in fp32 during the last backward pass and gathers
+# weights after the update.
 # The others are what published runs used: Megatron-LM's data parallelism of 2021 (16-bit all-reduce at the
 # end), its distributed optimizer, FSDP that gathers each layer twice a micro-batch, Llama 3's once a step.
 METHODS: dict[str, Method] = {
-    "engine": Method(4, 1, 2, 1, False, 0.0),
-    "engine_fp32": Method(4, 1, 4, 1, False, 0.0),
+    "engine": Method(4, 1, 2, 1, False, 0.5),
+    "engine_fp32": Method(4, 1, 4, 1, False, 0.5),
     "ddp": Method(2, 2, 0, 0, False, 0.0, shard_state=False, split_transfers=True),
     "zero1": Method(4, 1, 2, 1, False, 0.5, split_transfers=True),
     "fsdp": Method(4, 1, 2, 2, True, 0.8),

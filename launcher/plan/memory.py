@@ -1,7 +1,8 @@
 """Bytes of one rank of each pipeline stage, by kind, while most of the activations are there.
 
 n parameters of the rank, dp data ranks. The engine under ZeRO 1 holds, besides the weights of n numbers, fp32
-gradients 4 n and moments 8 n / dp; in bf16 also masters 4 n / dp, which in fp32 are the weights themselves.
+gradients 4 n (from backward to the update) and moments 8 n / dp; in bf16 also masters 4 n / dp, which in fp32 are
+the weights themselves.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -99,10 +100,12 @@ class Memory:
                 workspace = gradient
             else:  # they are gone when the first block is made again
                 logits = 0.0
-        if stage == 0:  # the gradient of the embedding before it is added to the rest
+        embedding = 0  # its gradient before it is added to the rest
+        if stage == 0:
             rows = VocabularyShard(self.model.vocab_size, _group(layout.tp)).rows
-            workspace = max(workspace, b * rows * self.model.d_model)
-        return Bytes(
+            embedding = b * rows * self.model.d_model
+            workspace = max(workspace, embedding)
+        held = Bytes(
             weights=b * n,
             gradients=4 * n,
             masters=round(4 * n / layout.dp) if layout.precision == "bf16" else 0,
@@ -113,6 +116,14 @@ class Memory:
             buffers=round(self._buffers(layout, stage, tokens, flight)),
             snapshots=round(_copies(checkpoint) * 12 * n / layout.dp),
         )
+        if m > 1:
+            return held
+        # Of a single micro-batch gradients come as activations go: most is held before the backward pass, or
+        # when it is in the first block.
+        before = replace(held, gradients=0)
+        last = round(tokens * (whole[first] if stop > first else 0) + embedding)
+        after = replace(held, activations=0, logits=0, workspace=last)
+        return max(before, after, key=lambda found: found.total)
 
     def _head(self, layout: Layout, tokens: int, shard: VocabularyShard) -> tuple[float, float]:
         """(logits that are held at once, the gradients of both operands and what they are made of)."""

@@ -53,6 +53,7 @@ class Case:
     clip: float = 0.5
     lr: float = 1e-3
     skip_at: int = 0
+    bucket_bytes: int = 4096  # several matrices or one: most gradients are on their way before backward ends
     variant: str = "consensus"  # of tests/parallel/variants.py
 
     @property
@@ -166,6 +167,7 @@ def build(case: Case) -> Engine:
         stage_layers=case.stage_layers,
         set_step=lambda step: setattr(clock, "step", step),
         auxiliary=auxiliary if isinstance(model.experts, Routed) else None,
+        bucket_bytes=case.bucket_bytes,
     )
 
 
