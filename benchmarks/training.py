@@ -3,7 +3,7 @@
 --entries peer torchtitan ... adds transformers without torch.compile, and torchtitan where it is installed.
 Each turn is a fresh process; each round has one turn of every entry, in rotated order; numbers are medians,
 ratios are medians of the ratios within a round. `control` is the peer entered a second time: its ratio says
-what the numbers are worth. Data loading is not measured. The last line is everything as JSON.
+what the numbers are worth. The last line is everything as JSON.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from benchmarks.compare import order, pairwise_ratio, spread, table
 
 # entry -> what it runs
 RUNS = {
-    **{name: name for name in ("engine", "module", "peer", "peer_compiled", "torchtitan")},
+    **{name: name for name in ("run", "engine", "module", "peer", "peer_compiled", "torchtitan")},
     "control": "peer_compiled",
 }
 
@@ -136,7 +136,7 @@ def main() -> None:
     parser.add_argument("--micro-batch", type=int, default=4)
     parser.add_argument("--sequence-length", type=int, default=512)
     parser.add_argument(
-        "--entries", nargs="+", choices=RUNS, default=["engine", "module", "peer_compiled", "control"]
+        "--entries", nargs="+", choices=RUNS, default=["run", "engine", "module", "peer_compiled", "control"]
     )
     parser.add_argument("--reference", choices=RUNS, default="peer_compiled")
     parser.add_argument("--json", help="also write the result to this file")

@@ -1,6 +1,7 @@
 """One turn of the training benchmark in a process of its own; its last line is a JSON object.
 
-engine: our engine as a run uses it, blocks compiled. module: our model in a bare loop with the same forms.
+run: the command `train` with all that it does beside the step. engine: our engine as a run uses it, without
+loader, judge and metrics. Both with compiled blocks. module: our model in a bare loop with the same forms.
 peer, peer_compiled: transformers' Llama (with a window: Mistral) in a plain loop, as it comes and behind
 torch.compile. torchtitan: its Llama 3, blocks compiled, its SDPA, where it is installed. matmul: the peak.
 B micro-batch rows, S sequence length, V vocabulary.
@@ -8,18 +9,21 @@ B micro-batch rows, S sequence length, V vocabulary.
 
 import argparse
 import gc
+import itertools
 import json
 import math
 import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.run_turn import train
 from conf.typed import parse
 from megamodel.accounting import flops_per_token, parameter_count
 from megamodel.attention import GroupedAttention
@@ -248,6 +252,7 @@ def build_engine(
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         start.adopt(0)
+        torch.set_flush_denormal(True)  # as a run does
     clock = Clock()
     choices, settings = forms(precision, switches)
     again: Any = (switches or {}).get("recompute", "none")
@@ -302,6 +307,11 @@ def rehearse(options: argparse.Namespace) -> int:
     step, _ = build(model, options.micro_batch, options.precision, **more(options))
     step(batches(model, options.micro_batch, 32)[0])
     del step
+    return settle()
+
+
+def settle() -> int:
+    """The memory that is left after what is not used is freed; the peak is counted from here on."""
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again from here
     return memory_bytes("VmRSS")
@@ -321,17 +331,40 @@ def training_turn(options: argparse.Namespace) -> dict[str, Any]:
         begin = time.perf_counter()
         losses.append(step(feed[number % BATCHES]))
         seconds.append(time.perf_counter() - begin)
+    return told_of(options, seconds, losses, imported)
+
+
+def told_of(
+    options: argparse.Namespace, seconds: list[float], losses: list[float], imported: int
+) -> dict[str, Any]:
+    """What a turn prints of its updates; the first ones are not timed."""
     if not all(math.isfinite(loss) for loss in losses):
         raise ValueError(f"{options.entry}: a loss is not finite: {losses}")
     timed = statistics.median(seconds[options.warmup :])
     tokens_per_second = options.micro_batch * options.sequence_length / timed
+    flops = flops_per_token(MODELS[options.model], options.sequence_length).training
     return {
         "tokens_per_second": tokens_per_second,
-        "flops_per_second": tokens_per_second * flops_per_token(model, options.sequence_length).training,
+        "flops_per_second": tokens_per_second * flops,
         "memory_bytes": memory_bytes("VmHWM") - imported,
-        "step_seconds": seconds,
+        "step_seconds": seconds[options.warmup :],
         "losses": losses,
     }
+
+
+def run_turn(options: argparse.Namespace) -> dict[str, Any]:
+    """The same of the command `train`, seconds from one line of metrics.jsonl to the next."""
+    model, shape = MODELS[options.model], {"rows": options.micro_batch, "precision": options.precision}
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        train(folder, "rehearsal", MODELS["smoke"], length=32, steps=2, **shape)
+        imported = settle()
+        steps = options.warmup + options.steps
+        lines = train(folder, "run", model, length=options.sequence_length, steps=steps, **shape)
+    told = [line["time/wall"] for line in lines]
+    seconds = [after - before for before, after in itertools.pairwise(told)]
+    losses = [line["loss/train"] for line in lines]
+    return told_of(options, [math.nan, *seconds], losses, imported)
 
 
 def matmul_turn(options: argparse.Namespace) -> dict[str, Any]:
@@ -349,7 +382,7 @@ def matmul_turn(options: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("entry", choices=["matmul", *BUILDERS])
+    parser.add_argument("entry", choices=["matmul", "run", *BUILDERS])
     parser.add_argument("--model", choices=MODELS, default="fixed")
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--micro-batch", type=int, default=4)
@@ -360,7 +393,7 @@ def main() -> None:
     parser.add_argument("--switches", help="JSON of settings of kernels, recompute and recompute_every")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    turn = matmul_turn if options.entry == "matmul" else training_turn
+    turn = {"matmul": matmul_turn, "run": run_turn}.get(options.entry, training_turn)
     print(json.dumps(turn(options)))
 
 

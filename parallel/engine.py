@@ -113,8 +113,8 @@ class Engine:
     """Trains the layers under the loss on the mesh.
 
     make_optimizer gets the local parameters of this stage and returns torch's AdamW over its groups.
-    bucket_bytes: gradients are summed over dp in pieces of about so many bytes while backward goes on; 0: after
-    it.
+    bucket_bytes: gradients are summed over dp in pieces of about so many bytes while backward goes on; 0:
+    after it.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
 """Gradients in fp32: added up over micro-batches as they come, averaged over dp while backward goes on.
 
-Each optimizer group is a bucket. With one data rank a gradient stays the tensor that backward made of it; with
-more, the bucket's gradients are copied side by side into one buffer, which is summed and cut over the ranks as
-soon as its last gradient is there. All ranks send the buckets in the same order, whatever order theirs come in.
-Buffers live from a bucket's first gradient to its sum.
+Each optimizer group is a bucket. With one data rank a gradient stays the tensor that backward made of it;
+with more, the bucket's gradients are copied side by side into one buffer, which is summed and cut over the
+ranks as soon as its last gradient is there. All ranks send the buckets in the same order, whatever order
+theirs come in. Buffers live from a bucket's first gradient to its sum.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from parallel.piece import pieces_of
 
 @dataclass(eq=False)
 class _Bucket:
-    """size: elements of all parameters together, padded to a multiple of dp. late: sent after backward only."""
+    """size: elements of all parameters together, padded to a multiple of dp. late: sent after backward."""
 
     parameters: list[Tensor]
     size: int
@@ -184,9 +184,7 @@ def comes_late(parameter: Tensor) -> bool:
     return any(piece.summed for piece in pieces_of(parameter))
 
 
-def split_groups(
-    optimizer: torch.optim.Optimizer, *, bucket_bytes: int, tied: Sequence[Tensor] = ()
-) -> None:
+def split_groups(optimizer: torch.optim.Optimizer, *, bucket_bytes: int, tied: Sequence[Tensor] = ()) -> None:
     """Cut the optimizer's parameter groups into buckets of about so many bytes of gradients in fp32.
 
     In the order in which backward comes by, last layers first; what has to wait for the end of backward

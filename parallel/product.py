@@ -42,9 +42,9 @@ def of_bias(grad: Tensor, like: Tensor) -> Tensor:
 class _Entered(torch.autograd.Function):
     """x enters a tensor-parallel region and is multiplied there.
 
-    Backward sends while it multiplies: the input's parts of the other ranks come during the product that makes
-    the input's gradient, and that gradient's sum is taken during the product that makes the weight's. Under
-    sequence parallelism only this rank's tokens are kept.
+    Backward sends while it multiplies: the input's parts of the other ranks come during the product that
+    makes the input's gradient, and that gradient's sum is taken during the product that makes the weight's.
+    Under sequence parallelism only this rank's tokens are kept.
     """
 
     @staticmethod

@@ -16,6 +16,7 @@ from parallel.mesh import SINGLE, Group
 from parallel.piece import Fill, Piece, tag
 from parallel.product import Product, entered
 
+
 @dataclass(frozen=True)
 class TensorParallel:
     """The tp group and whether activations outside its regions are split over the sequence."""

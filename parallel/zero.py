@@ -82,7 +82,7 @@ class ZeroPartition:
 
     def _start_adam(self) -> list[Tensor]:
         """Have Adam train each stretch of the masters, its moments there from the beginning."""
-        trained = [
+        trained: list[Tensor] = [
             torch.nn.Parameter(self.masters[s.group].detach().narrow(0, s.at, s.length))
             for s in self.stretches
         ]
@@ -138,12 +138,16 @@ class ZeroPartition:
     def step(self, norm: float) -> None:
         """Clip by the given norm and update masters, moments and weights."""
         over = (norm + 1e-6) / self.clip_norm if self.clip_norm > 0 else 0.0
-        gradients = [gradient for _, gradient in self.gradients()]
-        if over > 1.0 and gradients:
+        adam, gradients = self.optimizer.optimizer, [gradient for _, gradient in self.gradients()]
+        fused = all(group["fused"] for group in adam.param_groups)
+        if over > 1.0 and gradients and not fused:
             torch._foreach_mul_(gradients, 1.0 / over)
         for master, gradient in zip(self._trained, gradients, strict=True):
             master.grad = gradient
-        self.optimizer.optimizer.step()
+        # The fused form divides while it reads, as it does for torch's GradScaler: one pass less over memory.
+        divisor = torch.tensor(over, device=self.mesh.device) if over > 1.0 and fused else None
+        adam.grad_scale = divisor  # type: ignore[attr-defined]
+        adam.step()
         self._updates += 1
         self.discard()
         self._update_weights()
@@ -193,7 +197,7 @@ class ZeroPartition:
 
 
 def _masters(optimizer: BF16_Optimizer | DeepSpeedZeroOptimizer, mesh: Mesh) -> list[Tensor]:
-    """The flat fp32 masters of this rank's part of each group; DeepSpeed's buffers for gradients are freed."""
+    """The flat fp32 masters of this rank's part of each group; frees DeepSpeed's buffers for gradients."""
     if isinstance(optimizer, BF16_Optimizer):
         for buffers in (
             optimizer.fp32_groups_gradients_flat,

@@ -1,8 +1,8 @@
 """Bytes of one rank of each pipeline stage, by kind, while most of the activations are there.
 
 n parameters of the rank, dp data ranks. The engine under ZeRO 1 holds, besides the weights of n numbers, fp32
-gradients 4 n (from backward to the update) and moments 8 n / dp; in bf16 also masters 4 n / dp, which in fp32 are
-the weights themselves.
+gradients 4 n (from backward to the update) and moments 8 n / dp; in bf16 also masters 4 n / dp, which in fp32
+are the weights themselves.
 """
 
 from dataclasses import dataclass, fields, replace

@@ -11,7 +11,7 @@ from parallel.product import of_bias, of_input, of_weight, product
 
 
 class _Widened(torch.autograd.Function):
-    """For CPUs whose fp32 units are the faster ones. Only the 16-bit operands are kept for the backward pass."""
+    """For CPUs whose fp32 units are the faster ones. Only the 16-bit operands are kept for backward."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

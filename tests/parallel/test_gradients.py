@@ -1,4 +1,4 @@
-"""Gradients that are summed over dp while backward goes on: the same numbers, in buffers that live briefly."""
+"""Gradients that are summed over dp while backward goes on: the same numbers, in buffers that soon go."""
 
 from dataclasses import replace
 from typing import Any
@@ -55,8 +55,8 @@ def test_the_same_bits_whenever_they_are_summed(layout: str, ranks: Ranks) -> No
 
 
 def progress(case: Case, at: int) -> tuple[list[bool], list[bool], int]:
-    """Which buckets were sent when the gradient of a layer's norm came in the last backward pass of a step, in
-    their order; which may be sent early; and how many bytes their buffers had after the step."""
+    """Which buckets were sent when the gradient of a layer's norm came in the last backward pass of a step,
+    in their order; which may be sent early; and how many elements their buffers had after the step."""
     engine = build(case)
     seen: list[bool] = []
     reduction = engine.partition.reduction

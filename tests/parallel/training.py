@@ -127,7 +127,7 @@ def groups(module: torch.nn.Module) -> list[dict[str, Any]]:
 
 def adamw(module: torch.nn.Module) -> torch.optim.AdamW:
     # A tiny eps: where it is as large as a gradient, the update shows that gradient's rounding noise.
-    return torch.optim.AdamW(groups(module), lr=1e-2, betas=(0.9, 0.95), eps=1e-12)
+    return torch.optim.AdamW(groups(module), lr=1e-2, betas=(0.9, 0.95), eps=1e-12, fused=True)
 
 
 def build(case: Case) -> Engine:
