@@ -13,7 +13,7 @@ CACHE := .cache/megamodel
 
 # Test processes start processes of their own: one thread each, or they fight over the cores.
 TEST_ENVIRONMENT := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
-PYTEST := $(TEST_ENVIRONMENT) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+PYTEST := $(TEST_ENVIRONMENT) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: help setup train prepare data-shakespeare data-smollm2 test test-all check fix bench bench-checkpoint drill layouts plan tensorboard clean
 

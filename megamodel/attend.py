@@ -3,7 +3,6 @@
 B batch, S queries, N keys, H query heads, K key/value heads (H a multiple of K), E head width, V value width.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
@@ -16,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from megamodel.dropout import KeyedDropout
 from megamodel.kernels import flex
 from megamodel.kernels.reference import wide
+from parallel.outside import Outside
 
 QUERIES = 256  # of one block where scores are made a block at a time
 
@@ -319,7 +319,8 @@ def in_blocks(
     return torch.cat(parts, dim=2) if len(parts) > 1 else parts[0]
 
 
-def _by_documents(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, seen: Seen, scale: float) -> Tensor:
+@Outside  # where documents end is in the data
+def by_documents(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, seen: Seen, scale: float) -> Tensor:
     """Each document by itself: nothing is computed between two of them. For a CPU, which knows where they
     end without waiting."""
     rows = []
@@ -336,10 +337,6 @@ def _by_documents(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, seen: Seen
         ]
         rows.append(torch.cat(parts, dim=2))
     return torch.cat(rows)
-
-
-# Where documents end is in the data: no graph can hold it.
-by_documents: Callable[..., Tensor] = torch.compiler.disable(_by_documents)  # type: ignore[assignment]
 
 
 def one_document(q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float) -> Tensor:

@@ -4,12 +4,11 @@ Nothing to save, equal masks where activations are replicated, slices of one log
 split, the same on every device and layout. B batch, S sequence length.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 
 from conf.typed import config, setting
+from parallel.outside import Outside
 from parallel.seed import key
 
 
@@ -52,6 +51,14 @@ def _mix(z: Tensor) -> Tensor:
     return z ^ ((z >> 31) & ((1 << 33) - 1))
 
 
+@Outside  # the step is a number that changes: a graph that held it would be made anew each time
+def _kept(samples: Tensor, places: Tensor, site: tuple[int, int, str], step: int, p: float) -> Tensor:
+    base = samples.view(-1, *[1] * places.dim()) * _signed(0x9E3779B97F4A7C15)
+    rows = _mix(base ^ key(*site, step))  # (B, 1 ...)
+    bits = _mix(rows + places * _signed(0x9E3779B97F4A7C15))
+    return ((bits >> 11) & ((1 << 53) - 1)).double() * 2.0**-53 >= p
+
+
 class KeyedDropout(nn.Module):
     """Dropout of one site in one layer. In evaluation, and with p = 0, the identity."""
 
@@ -61,18 +68,12 @@ class KeyedDropout(nn.Module):
         self.clock = clock
         self.site = (seed, layer, site)
 
-    def _keep(self, samples: Tensor, places: Tensor, step: int) -> Tensor:
+    def keep(self, samples: Tensor, places: Tensor, step: int) -> Tensor:
         """samples (B,), places int64 of any shape P -> bool (B, *P), True with probability 1 - p.
 
         The mask of a place depends on its number, not on how the places are split over ranks.
         """
-        base = samples.view(-1, *[1] * places.dim()) * _signed(0x9E3779B97F4A7C15)
-        rows = _mix(base ^ key(*self.site, step))  # (B, 1 ...)
-        bits = _mix(rows + places * _signed(0x9E3779B97F4A7C15))
-        return ((bits >> 11) & ((1 << 53) - 1)).double() * 2.0**-53 >= self.p
-
-    # The step is a number that changes: a graph of torch.compile that held it would be made anew each time.
-    keep: Callable[..., Tensor] = torch.compiler.disable(_keep)  # type: ignore[assignment]
+        return _kept(samples, places, self.site, step, self.p)
 
     def forward(self, x: Tensor, samples: Tensor, *, first_token: int = 0) -> Tensor:
         """x (B, S, D), whose first token is number `first_token` of the sequence."""

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel.mesh import Group
+from parallel.outside import Outside
 
 
 def all_reduce(x: Tensor, group: Group) -> Tensor:
@@ -149,12 +150,9 @@ class _Sum(torch.autograd.Function):
         return all_reduce(grad.contiguous().clone(), ctx.group), None
 
 
-def _apply(function: type[torch.autograd.Function], x: Tensor, group: Group) -> Tensor:
+@Outside
+def _outside(function: type[torch.autograd.Function], x: Tensor, group: Group) -> Tensor:
     return function.apply(x, group)  # type: ignore[return-value]
-
-
-# No graph of torch.compile holds a collective of ours: it ends before it and goes on after it.
-_outside: Callable[..., Tensor] = torch.compiler.disable(_apply)  # type: ignore[assignment]
 
 
 def sum_inside(x: Tensor, group: Group) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from parallel.collectives import all_reduce_started, gather_sequence_started, scatter_sequence_started
 from parallel.mesh import Group
+from parallel.outside import Outside
 
 # y = x W^T + b: (x, W, b or None) -> y. Layers multiply with F.linear unless they are given another.
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -71,11 +72,9 @@ class _Entered(torch.autograd.Function):
         return summed() if summed else None, for_weight, for_bias, None, None, None
 
 
-def _entered(
+@Outside
+def entered(
     x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, sequence: bool, wide: bool
 ) -> Tensor:
+    """y of x, which enters a region for this product alone; `sequence`: it is this rank's tokens."""
     return _Entered.apply(x, weight, bias, group, sequence, wide)  # type: ignore[return-value]
-
-
-# No graph of torch.compile holds a collective of ours: it ends before it and goes on after it.
-entered: Callable[..., Tensor] = torch.compiler.disable(_entered)  # type: ignore[assignment]

@@ -1,6 +1,7 @@
 """Joining the processes of a run into one group."""
 
 import gc
+import importlib
 import logging
 import os
 import warnings
@@ -95,11 +96,25 @@ def adopt(local_rank: int) -> None:
     import deepspeed
     import deepspeed.ops
 
+    _without_compiler("deepspeed.runtime.zero.muon.original_muon")
+
     # It calls collectives by names that newer releases of torch warn of.
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     # Its shared-memory collective is compiled with g++ at first use; gloo does without.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist.get_backend(), dist_init_required=False, verbose=False)
+
+
+def _without_compiler(name: str) -> None:
+    """Import a module of DeepSpeed whose decorators make torch.compile ready: a second at each start."""
+    from deepspeed.runtime import compiler
+
+    compile_ = compiler.compile
+    compiler.compile = lambda *_, **__: lambda function: function
+    try:
+        importlib.import_module(name)
+    finally:
+        compiler.compile = compile_
 
 
 def connect(address: str, port: int, name: str) -> dist.PrefixStore:

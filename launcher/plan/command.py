@@ -42,6 +42,9 @@ class PlannedSplit:
     stage_layers: list[int] | None = setting(
         None, on_resume="free", help="blocks of each pipeline stage; null balances by cost"
     )
+    bucket_bytes: int = setting(
+        128 << 20, on_resume="free", help="gradients are summed over dp during backward; 0: after it"
+    )
 
     def __post_init__(self) -> None:
         if min(self.tp or 1, self.pp or 1) < 1 or 0 in (self.tp, self.pp):
@@ -207,6 +210,7 @@ def wanted(tree: Plan) -> Wanted:
         micro_batch=tree.train.micro_batch,
         recompute_every=split.recompute_every,
         stage_layers=tuple(split.stage_layers) if split.stage_layers else None,
+        overlaps=split.bucket_bytes > 0,
     )
 
 

@@ -1,6 +1,6 @@
 """One way to split a training step over GPUs, and the ways in which frameworks reduce and recompute."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Recompute = Literal["none", "attention", "scores", "selective", "block"]
@@ -82,6 +82,7 @@ class Layout:
     stage_layers: tuple[int, ...] | None = None
     chunks: int = 1
     method: str = "engine"
+    overlaps: bool = True  # whether anything of data parallelism may hide at all
     fused_attention: bool = True  # no scores in memory
     precision: Precision = "bf16"
 
@@ -97,7 +98,8 @@ class Layout:
     @property
     def how(self) -> Method:
         is_fp32 = self.method == "engine" and self.precision == "fp32"
-        return METHODS["engine_fp32" if is_fp32 else self.method]
+        how = METHODS["engine_fp32" if is_fp32 else self.method]
+        return how if self.overlaps else replace(how, overlap=0.0)
 
     @property
     def number_bytes(self) -> int:

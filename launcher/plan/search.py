@@ -40,6 +40,7 @@ class Wanted:
     micro_batch: int | None = None
     recompute_every: int = 1
     stage_layers: tuple[int, ...] | None = None
+    overlaps: bool = True
 
 
 @dataclass(frozen=True)
@@ -151,6 +152,7 @@ class Planner:
                     recompute=mode,
                     recompute_every=wanted.recompute_every,
                     stage_layers=wanted.stage_layers,
+                    overlaps=wanted.overlaps,
                     precision=self.precision,
                 )
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from parallel.outside import keep_all
+
 LIMIT = 16  # forms of one block that are compiled before the rest runs as it is
 
 
@@ -32,6 +34,7 @@ def problem(*, cuda: bool) -> str | None:
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function behind torch.compile: one graph for each form of its inputs, at most LIMIT."""
+    keep_all()
     torch._dynamo.config.recompile_limit = LIMIT
     return torch.compile(function, dynamic=False)
 

@@ -36,7 +36,7 @@ def test_a_short_drill_reports_every_fault(place: Path) -> None:
     assert set(results) == {"clean", "bit_flip"} and all(map(good, results.values()))
     flip = results["bit_flip"]
     assert flip.detected == flip.fired == 66 and flip.rewound_to is not None and flip.rewound_to < 66
-    assert flip.cause is not None and flip.cause.startswith("hardware: weight of blocks.3.feedforward.down")
+    assert flip.cause is not None and flip.cause.startswith("hardware: weight of blocks.0.feedforward.gate")
     report = (place / "drill" / "report.html").read_text()
     assert "bit_flip" in report and "data:image/png;base64," in report
     assert (place / "drill" / "report.png").read_bytes().startswith(b"\x89PNG")

@@ -303,7 +303,14 @@ def kill_during_rewind(place: Path, name: str, point: str) -> None:
     assert killed.returncode == 9, killed.stderr
 
 
-@pytest.mark.parametrize("point", ["before the record", "after the record", "restored", "diagnosed", "saved"])
+@pytest.mark.parametrize(
+    "point",
+    [
+        "after the record",
+        "restored",
+        *(pytest.param(p, marks=pytest.mark.slow) for p in ("before the record", "diagnosed", "saved")),
+    ],
+)
 def test_killed_during_a_rewind_it_ends_as_if_nothing_had_been(
     point: str, place: Path, ranks: Ranks, recovered: Path
 ) -> None:

@@ -191,6 +191,20 @@ def test_the_bubble_of_a_step_is_the_formula() -> None:
         assert time_.bubble / pipeline == pytest.approx(3 / (16 * chunks + 3), rel=0.02)
 
 
+def test_sums_over_dp_hide_behind_backward_unless_they_wait_for_it() -> None:
+    """Half of the data-parallel traffic, at most half of a micro-batch's time."""
+    tree = composed("model=llama3_8b", "hardware=h100")
+    assert tree.hardware.machine is not None
+    timing = Timing(tree.model, tree.hardware.machine, 4096)
+    early, late = (
+        timing.step(Layout(tp=8, dp=8, accumulation=4, overlaps=overlaps), [1e9])
+        for overlaps in (True, False)
+    )
+    assert late.hidden == 0 and late.data > 0
+    assert early.data + early.hidden == pytest.approx(late.data)
+    assert early.hidden == pytest.approx(min(late.data, early.compute / 4) / 2)
+
+
 def test_every_layout_that_is_proposed_passes_the_door_of_training() -> None:
     """And every one that training accepts of those tried is proposed."""
     tree = composed("model=tiny", "train.sequence_length=96", "train.global_batch=24")

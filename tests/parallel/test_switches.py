@@ -1,5 +1,6 @@
 """Any switch on or off, the same curve: 20 steps of every form at several layouts against plain torch."""
 
+import itertools
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -38,11 +39,11 @@ def check(case: Case, like: Case, ranks: Ranks) -> None:
         np.testing.assert_allclose(result["norm"], expected["norm"], rtol=1e-5)
 
 
-QUICK = ("as it comes", "recompute attentions", "whole head")  # at every layout, the others in the long form
+# Beside all of them in one process; the others are in the long form.
+QUICK = {("recompute attentions", "tp"), ("as it comes", "pp"), ("whole head", "pp")}
 COMBINATIONS = [
-    pytest.param(switch, layout, marks=[] if layout == "one" or switch in QUICK else [pytest.mark.slow])
-    for switch in SWITCHES
-    for layout in LAYOUTS
+    pytest.param(*both, marks=[] if both[1] == "one" or both in QUICK else [pytest.mark.slow])
+    for both in itertools.product(SWITCHES, LAYOUTS)
 ]
 
 
