@@ -15,7 +15,7 @@ CACHE := .cache/megamodel
 TEST_ENVIRONMENT := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 PYTEST := $(TEST_ENVIRONMENT) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup train prepare data-shakespeare data-smollm2 test test-all check fix bench bench-checkpoint drill layouts plan tensorboard clean
+.PHONY: help setup train prepare data-shakespeare data-smollm2 test test-all check fix bench bench-gpu bench-checkpoint drill layouts plan tensorboard clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -69,6 +69,9 @@ fix: $(READY) ## repair what lint and format can repair
 
 bench: $(READY) ## speed and memory against a plain transformers loop, minutes
 	$(BIN)/python -m benchmarks.training $(ARGS)
+
+bench-gpu: $(READY) ## on one GPU: its tests, kernels against their floor, a 1.1B model's step; 8 minutes
+	$(BIN)/python -m benchmarks.gpu $(ARGS)
 
 bench-checkpoint: $(READY) ## saving and loading against torch's and DeepSpeed's; 10 GB of disk, minutes
 	$(BIN)/python -m benchmarks.checkpoint $(ARGS)

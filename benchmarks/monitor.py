@@ -15,8 +15,8 @@ from datetime import timedelta
 import numpy as np
 import torch
 
+from benchmarks.entries import MODELS, batches
 from benchmarks.training import machine
-from benchmarks.turn import MODELS, batches
 from launcher.guard import Guard
 from launcher.monitor import Monitor, Observation, judge
 from megamodel.data.batch import Cursor

@@ -40,7 +40,7 @@ def work(name: str, options: argparse.Namespace) -> None:
     import torch
     import torch.distributed as dist
 
-    from benchmarks.turn import MODELS, OPTIM, batches, forms
+    from benchmarks.entries import MODELS, OPTIM, batches, forms
     from megamodel.choose import chunked, equip
     from megamodel.loss import Loss
     from megamodel.model import layers

@@ -32,13 +32,10 @@ def run_turn(what: str, options: argparse.Namespace) -> dict[str, Any]:
     command += ["--warmup", str(options.warmup), "--steps", str(options.steps)]
     command += ["--micro-batch", str(options.micro_batch)]
     command += ["--sequence-length", str(options.sequence_length)]
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": str(options.threads),
-        "CUDA_VISIBLE_DEVICES": "",
-        "DS_ACCELERATOR": "cpu",
-        "HF_HUB_OFFLINE": "1",
-    }
+    command += ["--device", options.device]
+    environment = {**os.environ, "OMP_NUM_THREADS": str(options.threads), "HF_HUB_OFFLINE": "1"}
+    if options.device == "cpu":
+        environment |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"the turn of {what} failed:\n{done.stdout}{done.stderr}")
@@ -132,7 +129,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4, help="updates of a turn that are timed")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
-    parser.add_argument("--model", choices=["fixed", "long", "smoke"], default="fixed")
+    parser.add_argument("--model", choices=["fixed", "long", "billion", "smoke"], default="fixed")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--micro-batch", type=int, default=4)
     parser.add_argument("--sequence-length", type=int, default=512)
     parser.add_argument(

@@ -42,12 +42,26 @@ def test_a_table_lines_up() -> None:
 def test_the_harness_runs_every_entry() -> None:
     command = [sys.executable, "-m", "benchmarks.training", "--model", "smoke", "--rounds", "1"]
     command += ["--warmup", "1", "--steps", "1", "--sequence-length", "32", "--threads", "1"]
-    command += ["--entries", "engine", "module", "peer", "control"]
+    command += ["--entries", "run", "engine", "module", "peer", "control"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     result = json.loads(done.stdout.splitlines()[-1])
-    assert list(result["entries"]) == ["engine", "module", "peer", "control"]
+    assert list(result["entries"]) == ["run", "engine", "module", "peer", "control"]
     assert result["entries"]["peer"]["tokens_per_second_ratio"] == 1.0
     losses = {entry: turn["losses"] for entry, turn in result["rounds"][0].items()}
     # One architecture, one initial state and the same tokens: the plain loop and the engine agree.
     assert losses["engine"] == pytest.approx(losses["module"], rel=1e-5)
     assert all(5.5 < value < 8.0 for values in losses.values() for value in values)  # ln 512 = 6.24
+
+
+@pytest.mark.slow
+def test_the_script_for_a_gpu_runs_each_part(tmp_path: Path) -> None:
+    """On a CPU: the tests for a GPU are skipped, which pytest tells with 0."""
+    command = [sys.executable, "-m", "benchmarks.gpu", "--small", "--out", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    parts = json.loads(done.stdout.splitlines()[-1])
+    assert [(part["part"], part["result"]) for part in parts] == [
+        ("tests", "done"),
+        ("kernels", "done"),
+        ("training", "done"),
+    ], done.stdout
+    assert set(json.loads((tmp_path / "training.json").read_text())["entries"]) >= {"engine", "peer_compiled"}

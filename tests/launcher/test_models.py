@@ -2,6 +2,8 @@
 
 import json
 import math
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from conf.saved import read
 from launcher.__main__ import main
 from launcher.scoring import document_loss
 from tests.checkpoints.hf.models import saved
+from tests.launcher.test_failing_rank import environment
 from tests.megamodel.test_generate import build
 from tests.spawn import Ranks
 
@@ -75,6 +78,25 @@ def test_two_processes_share_the_heads(run: Path, ranks: Ranks, capsys: pytest.C
         assert (first.code, second.code, second.stdout) == (0, 0, ""), first.stderr + second.stderr
         got = json.loads(first.stdout.splitlines()[-1])[key]
         assert got == (expected if key == "results" else pytest.approx(expected, rel=1e-6))
+
+
+def test_torchrun_starts_it_too(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The processes meet at the store that torchrun has opened."""
+    write = ["generate", f"source={run}", "generate.prompt=the cat", "generate.max_tokens=8"]
+    write += ["generate.temperature=0", "hardware.device=cpu"]
+    expected = told(write, capsys)["results"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*torchrun, "-m", "launcher", *write, "format=json"],
+        cwd=run.parent,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert [json.loads(line)["results"] for line in done.stdout.splitlines()] == [expected]
 
 
 def test_out_to_transformers_and_back_into_training(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
