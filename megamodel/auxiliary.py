@@ -52,9 +52,9 @@ class Auxiliary:
         before = self.loads.get(layer)
         self.loads[layer] = (module, load if before is None else before[1] + load)
 
-    def sums(self) -> list[float]:
-        """This rank's share of the means over the sequences of the data rank, in the order of NAMES."""
-        return [0.0, 0.0] if self.total is None else (self.total * self.weight).tolist()
+    def sums(self) -> Tensor:
+        """(2,) fp64, in the order of NAMES: this rank's share of the means over the data rank's sequences."""
+        return torch.zeros(2, dtype=torch.float64) if self.total is None else self.total * self.weight
 
     @torch.no_grad()
     def applied(self) -> None:

@@ -48,7 +48,7 @@ class AuxiliaryLike(Protocol):
     dp: Group
 
     def begin(self, *, sequences: int) -> None: ...
-    def sums(self) -> list[float]: ...
+    def sums(self) -> Tensor: ...
     def applied(self) -> None: ...
 
 
@@ -87,10 +87,11 @@ class Signals:
 
 @dataclass(frozen=True)
 class StepResult:
-    """One attempt. signals is None when no target of the global batch was valid: nothing was computed.
+    """One attempt. signals is None when no target of the global batch was valid: nothing was judged.
 
-    seconds: the slowest rank up to the judgement, and from there this rank. work_seconds: this rank alone,
-    from where all data ranks have met to the end of its backward passes; waits within tp and pp are in it.
+    seconds: of this rank, which waits for all others before the judgement; on a GPU those of the update
+    before are in it, not its own. work_seconds: this rank alone, from where all data ranks have met to the
+    end of its backward passes; waits within tp and pp are in it.
     """
 
     signals: Signals | None
@@ -180,8 +181,7 @@ class Engine:
         self._on_gradients: Gradients | None = None
         self._maxima: tuple[float, ...] = ()
         self._work = Stopwatch(mesh.device)
-        self._started = self._judged = 0.0
-        self._valid_tokens = 0
+        self._valid, self._valid_tokens = torch.zeros((), dtype=torch.int64), 0
         close_at_stop(self)
 
     @property
@@ -212,16 +212,14 @@ class Engine:
         on each rank between backward and reduction with (name, weight, gradient) of each of its parameters,
         live: what the rank itself has computed.
         """
-        self._started = time.perf_counter()
+        started = time.perf_counter()
         valid = self._count_valid(batches)
-        if valid == 0:
-            return StepResult(None, 0, False, time.perf_counter() - self._started)
         self._work.begin()
         self._maxima = tuple(maxima)
         if len(batches) != self._engine.micro_batches:
             size = self._engine.micro_batch_size * len(batches) * self.mesh.dp.size
             self._engine.set_train_batch_size(size)
-        self._judge, self._valid_tokens, self._signals = judge, valid, None
+        self._judge, self._valid, self._signals = judge, valid, None
         self._on_gradients = on_gradients
         self._set_step(tried)
         self.loss.reset()
@@ -232,15 +230,13 @@ class Engine:
             group["lr"] = lr
         # A fault must be seen in the gradients of the rank that made it, so then they stay until the end.
         self.partition.reduction.begin(len(batches), overlap=self._overlaps and on_gradients is None)
-        self._engine.train_batch(self._feed(batches, len(batches) * self.mesh.dp.size / valid))
-        decided: Signals | None = self._signals  # set by _decide, which train_batch calls
-        assert decided is not None
+        # How many targets are valid is known to the host with the verdict only: nothing waits for it here.
+        weight = len(batches) * self.mesh.dp.size / valid.clamp(min=1)
+        self._engine.train_batch(self._feed(batches, weight.float()))
         if self._applied and self._auxiliary is not None:
             self._auxiliary.applied()
-        *others, slowest = decided.maxima
-        signals = replace(decided, maxima=tuple(others))
-        seconds = slowest + time.perf_counter() - self._judged
-        return StepResult(signals, valid, self._applied, seconds, self._work.seconds)
+        seconds, signals = time.perf_counter() - started, self._signals  # _decide has set them
+        return StepResult(signals, self._valid_tokens, self._applied, seconds, self._work.seconds)
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[BatchLike]) -> tuple[float, int]:
@@ -249,10 +245,10 @@ class Engine:
         Every data rank gives the same number of micro-batches, of the training's shape.
         """
         self.loss.reset()
-        count = self._count_valid(batches)
+        count = int(self._count_valid(batches))
         if batches and count:
             self._engine.eval_batch(
-                self._feed(batches, 1.0),
+                self._feed(batches, torch.ones((), device=self.mesh.device)),
                 reduce_output=None,
                 bcast_loss=False,
                 num_micro_batches=len(batches),
@@ -291,22 +287,21 @@ class Engine:
         with quiet():
             self._engine.optimizer.destroy()
 
-    def _feed(self, batches: Sequence[BatchLike], weight: float) -> Iterator[tuple[Any, Any]]:
+    def _feed(self, batches: Sequence[BatchLike], scale: Tensor) -> Iterator[tuple[Any, Any]]:
         device = self.mesh.device
-        scale = torch.tensor(weight, dtype=torch.float32).to(device)
         for batch in batches:
             # From pinned memory this waits for nothing.
             tensors = (batch.tokens, batch.positions, batch.samples, batch.targets)
             tokens, positions, samples, targets = (t.to(device, non_blocking=True) for t in tensors)
             yield (tokens, positions, samples), (targets, scale)
 
-    def _count_valid(self, batches: Sequence[BatchLike]) -> int:
+    def _count_valid(self, batches: Sequence[BatchLike]) -> Tensor:
+        """Valid targets of all data ranks, on the device."""
         count = sum(batch.valid_tokens for batch in batches)
-        if self.mesh.dp.size == 1:
-            return count
         total = torch.tensor(count, dtype=torch.int64, device=self.mesh.device)
-        dist.all_reduce(total, group=self.mesh.dp.handle)
-        return int(total)
+        if self.mesh.dp.size > 1:
+            dist.all_reduce(total, group=self.mesh.dp.handle)
+        return total
 
     def sample_losses(self) -> Tensor:
         """(B, 2) on the CPU: sum and count of the cross-entropy of each sequence of the last attempt.
@@ -373,16 +368,17 @@ class Engine:
             slots[4 + dp + self.mesh.dp.rank] = 0.0 if loss.z_sum is None else loss.z_sum
             slots[1], slots[2] = loss.max_logit, loss.max_log_z  # type: ignore[assignment]
         inner = self._auxiliary_slots()
-        mine = (*self._maxima, time.perf_counter() - self._started)
-        slots = torch.cat((slots, inner, slots.new_tensor(mine)))
+        slots = torch.cat((slots, inner, slots.new_tensor(self._maxima), self._valid.view(1)))
         # MAX does not carry NaN reliably, so a flag carries it. -inf is a slot of another rank.
         bad = torch.isnan(slots) | (slots == torch.inf)
         slots[0] = bad.any().double()
         slots = torch.where(bad, -torch.inf, slots)
         if self.mesh.world.size > 1:
             dist.all_reduce(slots, op=dist.ReduceOp.MAX, group=self.mesh.world.handle)
-        values = slots.tolist()
-        self._judged = time.perf_counter()
+        *values, valid = slots.tolist()
+        self._valid_tokens, self._applied = int(valid), False
+        if self._valid_tokens == 0:
+            return None
         self._signals = _signals(values, dp, inner.numel() // 2, self._valid_tokens)
         # The judge sees non-finite steps too, to record them; its answer cannot apply them.
         self._applied = self._judge(self._signals) and not self._signals.non_finite
@@ -392,7 +388,7 @@ class Engine:
         """A slot for each auxiliary loss, stage and data rank: this rank's own are filled."""
         if self._auxiliary is None:
             return torch.empty(0, dtype=torch.float64, device=self.mesh.device)
-        own = torch.tensor(self._auxiliary.sums(), dtype=torch.float64, device=self.mesh.device)
+        own = self._auxiliary.sums().to(self.mesh.device)
         dp, pp = self.mesh.dp, self.mesh.pp
         slots = own.new_full((own.numel(), pp.size * dp.size), -torch.inf)
         slots[:, pp.rank * dp.size + dp.rank] = own / dp.size

@@ -25,7 +25,7 @@ def place(path: str) -> int:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files first, so that no process is left with one at the end; without a GPU its tests are skipped."""
+    """Long files first; what needs a GPU is skipped, with the reason, where there is none."""
     items.sort(key=lambda item: place(item.path.as_posix()))
     if torch.cuda.is_available():
         return

@@ -82,7 +82,7 @@ def losses(x: Tensor, micro_batch: int, weight: float) -> tuple[list[float], Ten
         module.report()
     gradient = module.router.linear.weight.grad
     assert gradient is not None
-    return auxiliary.sums(), gradient
+    return auxiliary.sums().tolist(), gradient
 
 
 def test_the_balance_loss_is_the_same_for_any_split() -> None:

@@ -243,7 +243,7 @@ def one_process(case: Case) -> dict[str, Any]:
         out["z_loss"].append(float(z_loss.detach()))
         out["norm"].append(float(norm))
         if isinstance(model.settings.experts, Routed):
-            out["auxiliary"].append(tuple(model.auxiliary.sums()))
+            out["auxiliary"].append(tuple(model.auxiliary.sums().tolist()))
         if step == case.skip_at:
             optimizer.zero_grad()
             continue
