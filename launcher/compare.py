@@ -11,7 +11,7 @@ from conf.typed import config, parse, setting
 from launcher.curves import matching
 from launcher.failure import DONE
 from launcher.metrics import flattened
-from launcher.picture import overlay
+from launcher.picture import overlay, save_png
 from launcher.report.command import save
 from launcher.report.reading import Record, load
 from launcher.report.several import compare_page
@@ -187,7 +187,4 @@ def draw(path: Path, records: Sequence[Record], found: Sequence[Row]) -> None:
         points = [(line["step"], line["loss/train"]) for line in record.applied]
         points = [(step, loss) for step, loss in points if isinstance(loss, float)]
         curves[f"{row.run}  {values}"] = ([s for s, _ in points], [loss for _, loss in points])
-    try:
-        overlay(curves).save(path, format="PNG", optimize=True)
-    except OSError as error:
-        raise ValueError(f"plot={path} cannot be written: {error}") from None
+    save_png(overlay(curves), path)

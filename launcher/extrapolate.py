@@ -23,7 +23,7 @@ from launcher.curves import matching
 from launcher.failure import DONE
 from launcher.hardware import Hardware
 from launcher.opening import step_directory
-from launcher.picture import overlay
+from launcher.picture import overlay, save_png
 from launcher.tables import markdown, shown
 from megamodel.config import Model
 from megamodel.data.prepare import prepare as prepare_data
@@ -208,7 +208,4 @@ def draw(path: Path, rows: Sequence[Row]) -> None:
     for row in rows:
         points = [(context, loss) for context, loss in row.losses.items() if loss is not None]
         curves[f"{row.run}  {row.position}, {row.variant}"] = ([c for c, _ in points], [v for _, v in points])
-    try:
-        overlay(curves).save(path, format="PNG", optimize=True)
-    except OSError as error:
-        raise ValueError(f"plot={path} cannot be written: {error}") from None
+    save_png(overlay(curves), path)

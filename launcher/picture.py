@@ -19,6 +19,14 @@ LINES += ("#000000", "#9aa0a6", "#a3c644", "#f4a6c0")
 COLOURS = {Kind.WARN: "#d9a400", Kind.SKIP: "#e8710a", Kind.REWIND: "#c5221f", Kind.STOP: "#000000"}
 
 
+def save_png(image: Image.Image, path: Path) -> None:
+    """What the setting `plot` asks for; ValueError when it cannot be written."""
+    try:
+        image.save(path, format="PNG", optimize=True)
+    except OSError as error:
+        raise ValueError(f"plot={path} cannot be written: {error}") from None
+
+
 @dataclass
 class Panel:
     """One curve. marks: (step, loss, kind, onset) of every verdict but OK."""
@@ -52,10 +60,7 @@ class Picture:
         """Write the PNG; ValueError when there is no such folder or nothing to draw."""
         if not any(panel.steps for panel in self.panels):
             raise ValueError(f"{path}: no curve to draw")
-        try:
-            self.image().save(path, format="PNG", optimize=True)
-        except OSError as error:
-            raise ValueError(f"plot={path} cannot be written: {error}") from None
+        save_png(self.image(), path)
 
     def image(self) -> Image.Image:
         """All panels that have anything to show."""
