@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from parallel.deepspeed_config import Precision, deepspeed_config
 from parallel.gradients import split_groups
 from parallel.mesh import Group, Mesh
-from parallel.piece import Piece, disown, pieces_of
+from parallel.piece import Piece, pieces_of
 from parallel.pipeline import GuardedEngine, LayerLike, StagedModule, quiet
 from parallel.stages import stage_bounds
 from parallel.start import close_at_stop
@@ -146,22 +146,17 @@ class Engine:
             pp=mesh.pp.size,
             stage_layers=stage_layers,
         )
+        raw = deepspeed_config(
+            micro_batch=micro_batch,
+            accumulation=accumulation,
+            dp=mesh.dp.size,
+            precision=precision,
+            clip_norm=clip_norm,
+        )
         with quiet():
             with torch.no_grad():  # it broadcasts tied weights, which autograd must not see
                 self.module = StagedModule(layers, loss, mesh, self.bounds)
-            for parameter in self.module.parameters():
-                if parameter.ds_pipe_replicated:  # type: ignore[attr-defined]
-                    disown(parameter)
-            raw = deepspeed_config(
-                micro_batch=micro_batch,
-                accumulation=accumulation,
-                dp=mesh.dp.size,
-                precision=precision,
-                clip_norm=clip_norm,
-            )
-            mpu = self.module.mpu()
-            tied = [weight for weight, _ in self.module.get_tied_weights_and_groups()]
-            optimizer = make_optimizer(self.module)
+            mpu, tied, optimizer = self.module.mpu(), self.module.tied(), make_optimizer(self.module)
             if self._overlaps:
                 split_groups(optimizer, bucket_bytes=bucket_bytes, tied=tied)
             self._engine = GuardedEngine(

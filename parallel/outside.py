@@ -17,7 +17,7 @@ class Outside:
     """A function before whose call a graph ends and after which it goes on."""
 
     def __init__(self, function: Callable[..., Tensor]) -> None:
-        self._function = function
+        self._function: Callable[..., Tensor] = function
         self._is_kept = False
         _all.append(self)
 
@@ -27,7 +27,8 @@ class Outside:
     def keep(self) -> None:
         """From now on graphs leave it out."""
         if not self._is_kept:
-            self._function, self._is_kept = torch.compiler.disable(self._function), True  # type: ignore[assignment]
+            self._function = torch.compiler.disable(self._function)  # type: ignore[assignment]
+            self._is_kept = True
 
 
 def keep_all() -> None:

@@ -15,6 +15,7 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor, nn
 
 from parallel.mesh import Mesh
+from parallel.piece import disown
 from parallel.zero import ZeroPartition
 
 
@@ -44,6 +45,13 @@ class StagedModule(PipelineModule):
             num_pp=mesh.pp.size, num_mp=mesh.tp.size, num_dp=mesh.dp.size
         )
         super().__init__(layers=[_spec(layer) for layer in layers], topology=topology, loss_fn=loss)
+        for parameter in self.parameters():
+            if parameter.ds_pipe_replicated:  # type: ignore[attr-defined]
+                disown(parameter)
+
+    def tied(self) -> list[Tensor]:
+        """Weights of this stage that another stage has too."""
+        return [weight for weight, _ in self.get_tied_weights_and_groups()]
 
     def _partition_layers(self, method: str = "") -> None:
         self.parts = self._our_bounds
