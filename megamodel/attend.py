@@ -141,10 +141,9 @@ class Attend(nn.Module):
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H or K, S or N, E)
         if key_positions is not None or self.backend == "whole":
             out = self._whole(q, k, v, positions, samples, bias, sinks, key_positions)
-        elif self.backend == "flex" and bias is None and not self.drops:
-            out = flex.attention(
-                q, k, v, self._rule(positions), scale=self.scale, softcap=self.softcap, sinks=sinks
-            )
+        elif self._in_flex(q.shape[2], bias, sinks):
+            rule = (positions, self.seen, self.documents)
+            out = flex.attention(q, k, v, *rule, self.scale, self.softcap, sinks)
         elif self.softcap is not None or sinks is not None or self.drops or bias is not None:
             if self.backend == "sdpa" or q.shape[2] <= QUERIES:
                 out = self._whole(q, k, v, positions, samples, bias, sinks, None)
@@ -168,9 +167,11 @@ class Attend(nn.Module):
     def _plain(self, length: int) -> bool:
         return self.seen.sees_all(length) and not self.documents
 
-    def _rule(self, positions: Tensor) -> flex.Rule:
-        number = documents_of(positions) if self.documents else None
-        return flex.Rule(self.seen, positions, number)
+    def _in_flex(self, length: int, bias: Tensor | None, sinks: Tensor | None) -> bool:
+        """Plain rows are faster in torch's flash attention; flex knows no bias by position and no dropout."""
+        if self.backend != "flex" or bias is not None or self.drops:
+            return False
+        return self.softcap is not None or sinks is not None or not self._plain(length)
 
     def _mask(self, positions: Tensor, key_positions: Tensor | None) -> Tensor:
         if key_positions is not None:

@@ -16,7 +16,7 @@ from launcher.plan.layout import Layout
 from launcher.plan.parameters import Count, Parameters
 from megamodel.config import Model
 from megamodel.kernels.config import Kernels
-from megamodel.kernels.head import CACHE_BYTES
+from megamodel.kernels.head import CACHE_BYTES, WORKSPACE_BYTES
 from parallel.mesh import Group
 from parallel.tensor import VocabularyShard
 
@@ -64,7 +64,8 @@ class Memory:
     ) -> None:
         self.model, self.length, self.documents = model, length, documents
         self.place = "cpu" if on_cpu else "gpu"
-        self.workspace_bytes = (kernels or parse(Kernels, {})).workspace_bytes
+        given = (kernels or parse(Kernels, {})).workspace_bytes
+        self.workspace_bytes = given or WORKSPACE_BYTES["cpu" if on_cpu else "cuda"]
         self.widens = on_cpu and not torch.cpu._is_amx_tile_supported()
         self.parameters = Parameters(model)
         self._kept: dict[tuple[object, ...], tuple[list[float], list[float]]] = {}
@@ -128,7 +129,7 @@ class Memory:
     def _head(self, layout: Layout, tokens: int, shard: VocabularyShard) -> tuple[float, float]:
         """(logits that are held at once, the gradients of both operands and what they are made of)."""
         b = 4 if layout.widens else layout.number_bytes
-        chunk = min(tokens, max(1, self.workspace_bytes // (4 * shard.rows)))
+        chunk = min(tokens, max(1, self.workspace_bytes // (b * shard.rows)))
         matrix = shard.rows * self.model.d_model
         summed = 4 if chunk < tokens and 4 * matrix <= self.workspace_bytes else b
         gradient = matrix * summed + (matrix * layout.number_bytes if summed != layout.number_bytes else 0)

@@ -19,8 +19,10 @@ class Kernels:
         on_resume="free",
         help="head and loss: with all logits in memory, or some tokens at a time, gradients at once",
     )
-    workspace_bytes: int = setting(
-        128 << 20, on_resume="free", help="memory for the logits that a chunked head holds at once"
+    workspace_bytes: int | None = setting(
+        None,
+        on_resume="free",
+        help="memory for the logits that a chunked head holds at once; null: 128 MiB, on a GPU 384 MiB",
     )
     entropy: Literal["auto", "plain", "triton"] = setting(
         "auto", on_resume="free", help="loss and gradient of a chunk of logits: in torch, or our kernels"
@@ -51,7 +53,7 @@ class Kernels:
     )
 
     def __post_init__(self) -> None:
-        if self.workspace_bytes < 1 << 20:
+        if self.workspace_bytes is not None and self.workspace_bytes < 1 << 20:
             raise ValueError(
                 f"kernels.workspace_bytes ({self.workspace_bytes}) must be at least 1048576 (1 MiB)"
             )

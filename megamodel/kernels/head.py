@@ -15,6 +15,8 @@ from megamodel.data.batch import IGNORE
 from parallel.collectives import all_reduce, all_reduce_max
 from parallel.mesh import SINGLE, Group
 
+# Of logits, where nothing is asked for. On a GPU large chunks: each reads the whole matrix and its gradient.
+WORKSPACE_BYTES = {"cpu": 128 << 20, "cuda": 384 << 20}
 CACHE_BYTES = 1 << 20  # fp32 numbers of a few rows that are worked on while they lie in a CPU's cache
 
 
@@ -78,10 +80,10 @@ class Entropy(Protocol):
 
 @dataclass(frozen=True)
 class Chunked:
-    """How the fused head works. workspace_bytes: of the logits that are held at once; wide: 16-bit operands
-    are multiplied in fp32; operations: None for those of this file."""
+    """How the fused head works. workspace_bytes: of the logits that are held at once, None: WORKSPACE_BYTES;
+    wide: 16-bit operands are multiplied in fp32; operations: None for those of this file."""
 
-    workspace_bytes: int = 128 << 20
+    workspace_bytes: int | None = None
     wide: bool = False
     operations: Entropy | None = None
 
@@ -151,9 +153,10 @@ class _Work:
         needs_x, needs_weight, needs_bias = gradients
         self.of_x = torch.empty_like(x) if needs_x else None
         # By the padded rows, which are as many on every rank: all must come to the same collectives.
-        self.chunk = max(1, how.workspace_bytes // (4 * weight.shape[0]))
+        workspace = how.workspace_bytes or WORKSPACE_BYTES[x.device.type]
+        self.chunk = max(1, workspace // (self.compute.itemsize * weight.shape[0]))
         # Adding up many 16-bit chunks in 16 bit would lose digits; one is exact, and few large ones are rare.
-        several = self.chunk < x.shape[0] and head.count * x.shape[1] * 4 <= how.workspace_bytes
+        several = self.chunk < x.shape[0] and head.count * x.shape[1] * 4 <= workspace
         summed = torch.float32 if several else self.compute
         self.whole = weight.new_empty(weight.shape, dtype=summed) if needs_weight else None
         if self.whole is not None:

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megamodel import attend
@@ -140,7 +141,36 @@ def test_flex_attention_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(flex, "attention", refuse)
     with pytest.raises(RuntimeError, match="asked"):
-        computed({}, "flex", inputs(3, sinks=False, bias=False))
+        computed({"documents": True}, "flex", inputs(3, sinks=False, bias=False))
+    computed({}, "flex", inputs(3, sinks=False, bias=False))  # plain rows: torch's flash attention
+
+
+def test_a_mask_is_made_once_for_all_layers_and_anew_for_other_documents(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[int] = []
+
+    def counted(*arguments: Any, **more: Any) -> Any:
+        made.append(1)
+        return create_block_mask(*arguments, **more)
+
+    monkeypatch.setattr(flex, "create_block_mask", counted)
+    flex._of_any_row.cache_clear()
+    flex._latest.clear()
+    seen, positions = Seen(), torch.arange(12).repeat(1, 1)
+
+    def visible_block() -> Tensor:
+        mask = flex.block_mask(seen, positions, documents=True)
+        zero = torch.zeros((), dtype=torch.int64)
+        return mask.mask_mod(zero, zero, torch.tensor(8), torch.arange(12))
+
+    one = [visible_block() for _ in range(3)]
+    assert len(made) == 1 and int(one[0].sum()) == 9
+    positions[:, 5:] -= 5  # in place, as a buffer that is filled again
+    assert int(visible_block().sum()) == 4 and len(made) == 2
+    for _ in range(3):
+        flex.block_mask(Seen(window=4), positions, documents=False)
+    assert len(made) == 3
 
 
 def test_dropout_has_the_same_masks_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
