@@ -164,7 +164,7 @@ def build_peer(shape: Shape, *, compiled: bool = False) -> tuple[Step, int]:
         **more,
     )
     peer = transformers.AutoModelForCausalLM.from_config(config).to(shape.device)
-    run = torch.compile(peer) if compiled else peer
+    run = torch.compile(peer, dynamic=False) if compiled else peer
     step = plain_loop(peer, lambda tokens: run(input_ids=tokens, use_cache=False).logits, shape)
     return step, sum(p.numel() for p in peer.parameters())
 
@@ -207,7 +207,7 @@ def build_torchtitan(shape: Shape) -> tuple[Step, int]:
     peer.init_states()
     peer = peer.to(shape.device)
     for block in peer.layers.values() if hasattr(peer.layers, "values") else peer.layers:
-        block.compile()
+        block.compile(dynamic=False)
     return plain_loop(peer, peer, shape), sum(p.numel() for p in peer.parameters())
 
 

@@ -1,21 +1,27 @@
 """All that is to be seen of one GPU, in less than eight minutes: `python -m benchmarks.gpu --out DIRECTORY`.
 
-The GPU's tests; the kernels against their memory floor; and a step of a 1.1B model in bf16 at a sequence
-length of 4096, ours against transformers and, where it is installed, torchtitan, with the share of the
-measured matmul peak. Each part has its share of the time and its own file, and is told as failed where it
-fails; what was done until then stays. To reach: 1.1 x torchtitan compiled, 60 % of the peak.
+The GPU's tests; the kernels' tests; the kernels against their memory floor; and a step of a 1.1B model in
+bf16 at a sequence length of 4096, ours against transformers and, where it is installed, torchtitan, with the
+share of the measured matmul peak. Each part has its share of the time and its own file, and is told as failed
+where it fails; what was done until then stays. To reach: 1.1 x torchtitan compiled, 60 % of the peak.
 """
 
 import argparse
 import importlib.util
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from benchmarks.compare import table
 
 ROOT = Path(__file__).resolve().parents[1]
+ENTRIES = ("matmul", "engine", "module", "peer_compiled")
 
 
 @dataclass(frozen=True)
@@ -29,36 +35,58 @@ class Part:
 
 def parts(out: Path, *, small: bool) -> list[Part]:
     """What is run; small: on a CPU, to see that it all runs."""
-    tests = ["pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "tests"]
-    kernels = ["benchmarks.kernels", "--rounds", "1" if small else "3", "--json", str(out / "kernels.json")]
-    training = ["benchmarks.training", "--precision", "bf16", "--rounds", "1" if small else "2"]
-    training += ["--json", str(out / "training.json"), "--reference", "peer_compiled", "--entries"]
-    training += ["engine", "module", "peer_compiled"]
-    if importlib.util.find_spec("torchtitan") is not None:
-        training += ["torchtitan"]
-    training += ["--device", "cpu" if small else "cuda", "--model", "smoke" if small else "billion"]
-    shape = ("32", "2", "1", "1") if small else ("4096", "4", "3", "6")
-    for flag, value in zip(("sequence-length", "micro-batch", "warmup", "steps"), shape, strict=True):
-        training += [f"--{flag}", value]
-    return [Part("tests", tests, 120), Part("kernels", kernels, 90), Part("training", training, 260)]
+    pytest = ["pytest", "-q", "-p", "no:cacheprovider"]
+    kernels = ["benchmarks.kernels", "--rounds", "1" if small else "2", "--json", str(out / "kernels.json")]
+    found = [
+        Part("gpu-tests", [*pytest, "-m", "gpu", "tests"], 75),
+        Part("kernel-tests", [*pytest, "-m", "not slow", "tests/megamodel/kernels"], 75),
+        Part("kernels", kernels, 75),
+    ]
+    titan = ["torchtitan"] if importlib.util.find_spec("torchtitan") is not None else []
+    shape = ("smoke", "32", "2", "1", "1", "cpu") if small else ("billion", "4096", "4", "2", "5", "cuda")
+    flags = ("model", "sequence-length", "micro-batch", "warmup", "steps", "device")
+    how = [part for flag, value in zip(flags, shape, strict=True) for part in (f"--{flag}", value)]
+    how += ["--precision", "bf16", "--threads", str(os.cpu_count() or 1)]
+    return found + [Part(name, ["benchmarks.turn", name, *how], 70) for name in (*ENTRIES, *titan)]
 
 
-def carried_out(part: Part, out: Path) -> dict[str, object]:
-    """How a part went; what it printed is in a file of its name."""
-    begin = time.perf_counter()
-    with (out / f"{part.name}.log").open("w", encoding="utf-8") as log:
+def carried_out(part: Part, out: Path) -> dict[str, Any]:
+    """How a part went; what it printed is in a file of its name. Nothing of it is left running."""
+    begin, path = time.perf_counter(), out / f"{part.name}.log"
+    with path.open("w", encoding="utf-8") as log:
+        command = [sys.executable, "-m", *part.arguments]
+        process = subprocess.Popen(
+            command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
         try:
-            command = [sys.executable, "-m", *part.arguments]
-            code = subprocess.run(
-                command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, timeout=part.seconds, check=False
-            ).returncode
+            code = process.wait(part.seconds)
         except subprocess.TimeoutExpired:
             code = None
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
     said = "stopped: its time was over" if code is None else "done" if code == 0 else f"failed with {code}"
     seconds = time.perf_counter() - begin
-    print(f"{part.name}: {said}, {seconds:.0f} s", flush=True)
-    print("".join((out / f"{part.name}.log").read_text(encoding="utf-8").splitlines(keepends=True)[-25:]))
-    return {"part": part.name, "result": said, "seconds": seconds}
+    lines = path.read_text(encoding="utf-8").splitlines()
+    print(f"{part.name}: {said}, {seconds:.0f} s", *lines[-25:], sep="\n", flush=True)
+    numbers = json.loads(lines[-1]) if code == 0 and lines and lines[-1].startswith("{") else None
+    return {"part": part.name, "result": said, "seconds": seconds, "numbers": numbers}
+
+
+def printed(done: list[dict[str, Any]]) -> str:
+    """Speed, memory and share of the peak of each entry that came through."""
+    numbers = {part["part"]: part["numbers"] for part in done if part["numbers"]}
+    peak = numbers.get("matmul", {}).get("flops_per_second")
+    rows = [
+        [
+            name,
+            f"{one['tokens_per_second']:,.0f}",
+            f"{one['flops_per_second'] / peak:.1%}" if peak else "?",
+            f"{one['memory_bytes'] / 2**30:.1f} GiB",
+        ]
+        for name, one in numbers.items()
+        if "tokens_per_second" in one
+    ]
+    return table(["", "tokens/s", "of matmul peak", "peak memory"], rows)
 
 
 def main() -> None:
@@ -69,9 +97,12 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="everything tiny and on a CPU")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    done = [carried_out(part, options.out) for part in parts(options.out.resolve(), small=options.small)]
-    (options.out / "parts.json").write_text(json.dumps(done), encoding="utf-8")
-    print(json.dumps(done))
+    done = []
+    for part in parts(options.out.resolve(), small=options.small):
+        done.append(carried_out(part, options.out))
+        (options.out / "parts.json").write_text(json.dumps(done), encoding="utf-8")
+    print(printed(done))
+    print(json.dumps([{**part, "numbers": bool(part["numbers"])} for part in done]))
 
 
 if __name__ == "__main__":

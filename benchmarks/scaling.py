@@ -46,6 +46,7 @@ def work(name: str, options: argparse.Namespace) -> None:
     from megamodel.model import layers
     from megamodel.optim import adamw
     from parallel import start
+    from parallel.config import Parallel
     from parallel.engine import Engine
     from parallel.mesh import build_mesh
     from parallel.tensor import TensorParallel, VocabularyShard
@@ -79,6 +80,7 @@ def work(name: str, options: argparse.Namespace) -> None:
         micro_batch=micro,
         accumulation=accumulation,
         clip_norm=OPTIM.clip_norm,
+        bucket_bytes=Parallel().bucket_bytes,
     )
     feed, seconds = batches(model, micro, options.length), []
     for number in range(2 + options.steps):

@@ -36,11 +36,18 @@ def more(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def rehearse(options: argparse.Namespace) -> int:
-    """One update of the smallest model, so that every library is loaded; then the memory all that takes."""
+    """One update of the smallest model, so that every library is loaded; then the memory all that takes.
+
+    What was compiled is forgotten: with it, the sequence length would be taken for one that changes. A GPU's
+    memory is counted by its allocator, which knows of no libraries.
+    """
+    if options.device == "cuda":
+        return settle(torch.device("cuda"))
     shape = replace(shape_of(options), model=MODELS["smoke"])
     step, _ = BUILDERS[options.entry](shape, **more(options))
     step(batches(shape.model, shape.rows, 32)[0])
     del step
+    torch._dynamo.reset()
     return settle(shape.device)
 
 
@@ -105,6 +112,7 @@ def run_turn(options: argparse.Namespace) -> dict[str, Any]:
     with TemporaryDirectory() as name:
         folder = Path(name)
         train(folder, "rehearsal", MODELS["smoke"], length=32, steps=2, **shape)
+        torch._dynamo.reset()
         imported = settle(torch.device(options.device))
         steps = options.warmup + options.steps
         lines = train(folder, "run", model, length=options.sequence_length, steps=steps, **shape)

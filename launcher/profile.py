@@ -46,7 +46,7 @@ class Profiling:
             return
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.cuda else [])]
         if self.cuda:
-            torch.cuda.memory._record_memory_history(max_entries=200_000)
+            torch.cuda.memory._record_memory_history(stacks="python", max_entries=20_000)
         self.running = profile(activities=activities, profile_memory=True, record_shapes=True)
         self.running.start()
 

@@ -141,7 +141,7 @@ class Attend(nn.Module):
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H or K, S or N, E)
         if key_positions is not None or self.backend == "whole":
             out = self._whole(q, k, v, positions, samples, bias, sinks, key_positions)
-        elif self._in_flex(q.shape[2], bias, sinks):
+        elif self._in_flex(q, v, bias, sinks):
             rule = (positions, self.seen, self.documents)
             out = flex.attention(q, k, v, *rule, self.scale, self.softcap, sinks)
         elif self.softcap is not None or sinks is not None or self.drops or bias is not None:
@@ -167,11 +167,13 @@ class Attend(nn.Module):
     def _plain(self, length: int) -> bool:
         return self.seen.sees_all(length) and not self.documents
 
-    def _in_flex(self, length: int, bias: Tensor | None, sinks: Tensor | None) -> bool:
-        """Plain rows are faster in torch's flash attention; flex knows no bias by position and no dropout."""
-        if self.backend != "flex" or bias is not None or self.drops:
+    def _in_flex(self, q: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None) -> bool:
+        """Plain rows are faster in torch's flash attention; flex knows no bias by position and no dropout,
+        and on a GPU no head narrower than 16."""
+        narrow = q.is_cuda and min(q.shape[-1], v.shape[-1]) < 16
+        if self.backend != "flex" or bias is not None or self.drops or narrow:
             return False
-        return self.softcap is not None or sinks is not None or not self._plain(length)
+        return self.softcap is not None or sinks is not None or not self._plain(q.shape[2])
 
     def _mask(self, positions: Tensor, key_positions: Tensor | None) -> Tensor:
         if key_positions is not None:

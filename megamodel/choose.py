@@ -14,10 +14,11 @@ from megamodel.attention import GroupedAttention
 from megamodel.block import Block
 from megamodel.feedforward import FeedForward
 from megamodel.kernels.compiler import problem as compiler_problem
+from megamodel.kernels.compiler import triton_problem
 from megamodel.kernels.config import Kernels
 from megamodel.kernels.head import Chunked
 from megamodel.kernels.products import widened
-from megamodel.moe import Experts
+from megamodel.moe import Experts, MixtureOfExperts
 from megamodel.norm import Normalise
 from megamodel.position import Rope
 from parallel.product import Product
@@ -30,6 +31,7 @@ POINTWISE = {
     "gate": "activations and gates",
 }
 LINEAR = (ColumnLinear, InnerLinear, RowLinear, Experts)
+GATED = (FeedForward, Experts)
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class Machine:
 
     cuda: bool
     matrix_units: bool  # of a CPU, for 16-bit numbers (AMX)
-    triton: bool
+    triton: str | None  # what is wrong with it, or None
     compiler: str | None
     float8: str | None = "8-bit products need a GPU of compute capability 8.9 or newer"
 
@@ -55,12 +57,14 @@ class Form:
 
 @dataclass(frozen=True)
 class Choice:
-    """An operation, the form that is used, why, and all forms there are."""
+    """An operation, the form that is used, why, and all forms there are. beside_graphs: the form of what no
+    graph of torch.compile holds though blocks are compiled."""
 
     operation: str
     form: str
     why: str
     forms: tuple[Form, ...]
+    beside_graphs: str | None = None
 
 
 def this_machine(device: torch.device) -> Machine:
@@ -69,7 +73,7 @@ def this_machine(device: torch.device) -> Machine:
     return Machine(
         cuda=cuda,
         matrix_units=not cuda and bool(torch.cpu._is_amx_tile_supported()),
-        triton=importlib.util.find_spec("triton") is not None,
+        triton=triton_problem(),
         compiler=compiler_problem(cuda=cuda),
         float8=_float8_problem(device),
     )
@@ -131,15 +135,15 @@ def _products(machine: Machine, precision: Precision) -> Choice:
 
 def _kernel(operation: str, what: str, machine: Machine, compiles: bool) -> Choice:
     refused = None if machine.cuda else "our kernels are for a GPU"
-    if machine.cuda and not machine.triton:
-        refused = "triton is not installed; pip install 'megamodel[gpu]'"
+    if machine.cuda and machine.triton:
+        refused = machine.triton
     forms = (
         Form("plain", f"{what}: the definition, by torch"),
         Form("triton", "one kernel forward and one backward, nothing kept but its inputs", refused),
     )
     if compiles:
         why = "torch.compile makes one kernel of it and what stands around it"
-        return Choice(operation, "plain", why, forms)
+        return Choice(operation, "plain", why, forms, "plain" if refused else "triton")
     if refused:
         return Choice(operation, "plain", refused, forms)
     return Choice(operation, "triton", "one pass over the memory instead of several", forms)
@@ -203,26 +207,25 @@ def chunked(choices: dict[str, Choice], settings: Kernels) -> Chunked | None:
 def equip(module: nn.Module, choices: dict[str, Choice]) -> None:
     """Give the parts of a model the forms that were chosen."""
     for part in module.modules():
-        if isinstance(part, LINEAR) and choices["products"].form != "native":
-            part.product = _product(choices["products"].form)
-        if isinstance(part, ColumnLinear):
-            part.wide = {"native": False, "widened": True}.get(choices["products"].form)
+        if isinstance(part, LINEAR):
+            _equip_product(part, choices["products"].form)
         if isinstance(part, Attend):
             part.backend = choices["attention"].form  # type: ignore[assignment]
             part.widens = choices["products"].form == "widened"
         if isinstance(part, Experts):
-            part.form = choices["experts"].form  # type: ignore[assignment]
+            fits = part.fits_groups or choices["experts"].form != "grouped"
+            part.form = choices["experts"].form if fits else "sorted"  # type: ignore[assignment]
         if isinstance(part, Block) and choices["compile"].form == "block":
             part.compile_block()
         if isinstance(part, Normalise) and choices["norm"].form == "triton":
             part.form = _triton("norm")
         if choices["rotate"].form == "triton":
             _equip_rotation(part)
-        if isinstance(part, (FeedForward, Experts)) and choices["gate"].form == "triton":
-            form = part.settings if isinstance(part, FeedForward) else part.shape
-            kernels, how = _triton("gate"), {"activation": form.activation}
-            part.activation = partial(kernels.activate, **how)
-            part.gate = partial(kernels.gate, **how, clamp=form.clamp, alpha=form.alpha)
+        if isinstance(part, GATED) and choices["gate"].form == "triton":
+            _equip_gate(part)
+        if isinstance(part, MixtureOfExperts) and choices["gate"].beside_graphs == "triton":
+            for inner in filter(None, (part.experts, part.shared)):
+                _equip_gate(inner)
 
 
 @lru_cache
@@ -230,6 +233,21 @@ def _product(form: str) -> Product:
     if form == "widened":
         return widened
     return importlib.import_module("megamodel.kernels.float8").Float8Product()
+
+
+def _equip_product(part: ColumnLinear | InnerLinear | RowLinear | Experts, form: str) -> None:
+    if isinstance(part, ColumnLinear):
+        part.wide = {"native": False, "widened": True}.get(form)
+    # Groups of any number of tokens are no 8-bit products.
+    if form != "native" and not (isinstance(part, Experts) and form == "float8"):
+        part.product = _product(form)
+
+
+def _equip_gate(part: FeedForward | Experts) -> None:
+    form = part.settings if isinstance(part, FeedForward) else part.shape
+    kernels, how = _triton("gate"), {"activation": form.activation}
+    part.activation = partial(kernels.activate, **how)
+    part.gate = partial(kernels.gate, **how, clamp=form.clamp, alpha=form.alpha)
 
 
 def _equip_rotation(part: nn.Module) -> None:

@@ -4,6 +4,7 @@ B batch, S sequence length, T = B S tokens, D width, F width of an expert, n exp
 """
 
 import math
+from itertools import pairwise
 from typing import Annotated, Literal
 
 import torch
@@ -236,25 +237,36 @@ class Experts(nn.Module):
         number = torch.where(ours, local, self.count).flatten()
         order = number.argsort(stable=True)
         token, expert = order // chosen.shape[1], number[order]
-        counts = torch.bincount(number, minlength=self.count + 1)[: self.count]
-        y = self._groups(x[token], expert, counts)
-        share = torch.where(ours, weights, 0.0).flatten()[order].to(x.dtype).unsqueeze(-1)
-        y = torch.where((expert < self.count).unsqueeze(-1), y * share, 0.0)
-        return torch.zeros_like(x).index_add(0, token, y)
+        # Not by bincount, which asks a GPU for the smallest and the largest number.
+        ends = torch.searchsorted(expert, torch.arange(self.count, device=x.device), right=True)
+        y = self._groups(x.index_select(0, token), expert, ends)
+        y = torch.where((expert < self.count).unsqueeze(-1), y, 0.0)
+        y = y * torch.where(ours, weights, 0.0).flatten()[order].to(x.dtype).unsqueeze(-1)
+        # Back into the order of the tokens: a sum over k, in the same order each time.
+        return torch.zeros_like(y).index_copy(0, order, y).view(*chosen.shape, -1).sum(1)
 
-    def _groups(self, x: Tensor, expert: Tensor, counts: Tensor) -> Tensor:
-        """x (n, D) in the order of `expert` (n), `counts` of each -> (n, D); rows of no expert: anything."""
+    def _groups(self, x: Tensor, expert: Tensor, ends: Tensor) -> Tensor:
+        """x (n, D) in the order of `expert` (n), which end at `ends` -> (n, D); others' rows: anything."""
         if self.form == "sorted":
-            parts = x.split([*counts.tolist(), int(x.shape[0] - counts.sum())])
+            stops = [0, *ends.tolist(), x.shape[0]]
+            parts = x.split([stop - start for start, stop in pairwise(stops)])
             return torch.cat([*(self._expert(i, part) for i, part in enumerate(parts[:-1])), parts[-1]])
-        ends = counts.cumsum(0).to(torch.int32)
-        row = expert.clamp(max=self.count - 1)
-        h = F.grouped_mm(x, self.inner.transpose(-1, -2), offs=ends)
+        # A grouped product writes only the rows of its groups, backward too: the others hold anything, and
+        # `where` lets nothing of it through, in either direction.
+        mine, row = (expert < self.count).unsqueeze(-1), expert.clamp(max=self.count - 1)
+        ends = ends.to(torch.int32)
+        h = F.grouped_mm(torch.where(mine, x, 0.0), self.inner.transpose(-1, -2), offs=ends)
         if self.inner_bias is not None:
             h = h + self.inner_bias.view(self.count, -1)[row]
+        h = torch.where(mine, h, 0.0)
         h = self.gate(*h.chunk(2, dim=-1)) if self.gated else self.activation(h)
-        y = F.grouped_mm(h, self.down.transpose(-1, -2), offs=ends)
+        y = F.grouped_mm(torch.where(mine, h, 0.0), self.down.transpose(-1, -2), offs=ends)
         return y if self.down_bias is None else y + self.down_bias.view(self.count, -1)[row]
+
+    @property
+    def fits_groups(self) -> bool:
+        """Whether rows of all operands start at multiples of 16 bytes, which grouped products ask for."""
+        return all(size % 8 == 0 for size in (*self.inner.shape[1:], *self.down.shape[1:]))
 
     def _expert(self, i: int, x: Tensor) -> Tensor:
         inner_bias = None if self.inner_bias is None else self.inner_bias.view(self.count, -1)[i]
@@ -338,7 +350,8 @@ class MixtureOfExperts(nn.Module):
                 balance = pooled.sum() * shares.shape[0] * s.balance_loss
         if s.router_z_loss:
             z = logits.logsumexp(-1).square().mean(1).sum() * s.router_z_loss
-        load = torch.bincount(chosen.reshape(-1), minlength=s.n_experts)
+        where = chosen.reshape(-1)
+        load = where.new_zeros(s.n_experts).scatter_add_(0, where, torch.ones_like(where))
         self.seen = (torch.stack((balance, z)).detach(), load)
         if not (s.balance_loss or s.router_z_loss):
             return x

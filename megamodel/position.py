@@ -235,7 +235,9 @@ class Learned(Position):
         )
 
     def embed(self, x: Tensor, positions: Tensor) -> Tensor:
-        most = int(positions.max())
+        # As many places as that may be beyond the end; only then a GPU is asked.
+        longer = positions.shape[-1] > self.settings.max_positions or not self.training
+        most = int(positions.max()) if longer else 0
         if most >= self.settings.max_positions:
             raise ValueError(
                 f"position {most} is beyond model.position.max_positions ({self.settings.max_positions}): "
@@ -281,7 +283,9 @@ class Alibi(Position):
         self, q: Tensor, k: Tensor, query_positions: Tensor, key_positions: Tensor, scale: float
     ) -> Tensor:
         distance = (query_positions[:, :, None] - key_positions[:, None, :]).float()  # (B, S, N)
-        slopes = self.slopes.to(q.device) * (scale if self.before_scale else 1.0)
+        if self.slopes.device != q.device:  # once: a copy from the host makes it wait
+            self.slopes = self.slopes.to(q.device)
+        slopes = self.slopes * (scale if self.before_scale else 1.0)
         return -slopes[:, None, None] * distance[:, None]
 
 
@@ -388,7 +392,9 @@ class TransformerXL(Position):
     ) -> Tensor:
         heads = q.shape[2]
         distance = (query_positions[:, :, None] - key_positions[:, None, :]).clamp(min=0)  # (B, S, N)
-        places = torch.arange(int(distance.max()) + 1, dtype=torch.float64, device=q.device)
+        # In training no key is farther than a row is long; to ask a GPU would make the host wait.
+        count = k.shape[1] if self.training else int(distance.max()) + 1
+        places = torch.arange(count, dtype=torch.float64, device=q.device)
         theta = torch.arange(0, self.d_model, 2, dtype=torch.float64, device=q.device) / self.d_model
         angles = places[:, None] * self.base**-theta
         waves = torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(-2)[:, : self.d_model].float()

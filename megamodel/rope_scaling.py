@@ -6,6 +6,7 @@ Each entry gives the angles' frequencies (R/2) in fp32 and the factor on cos and
 
 import math
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Annotated, Any, Literal
 
 import torch
@@ -140,9 +141,10 @@ def magnitude(factor: float, scale: float = 1.0) -> float:
 
 def plain_frequencies(base: float | Tensor, rotated: int) -> Tensor:
     """theta_t in fp64, (..., R / 2) for a base of shape (...)."""
-    exponent = torch.arange(0, rotated, 2, dtype=torch.float64, device="cpu") / rotated
+    device = base.device if isinstance(base, Tensor) else "cpu"  # a copy there would make the host wait
+    exponent = torch.arange(0, rotated, 2, dtype=torch.float64, device=device) / rotated
     if isinstance(base, Tensor):
-        return 1.0 / base.double().unsqueeze(-1) ** exponent.to(base.device)
+        return 1.0 / base.double().unsqueeze(-1) ** exponent
     return 1.0 / base**exponent
 
 
@@ -192,9 +194,15 @@ def _llama3(scaling: Llama3Scaling, base: float, rotated: int, lengths: Any) -> 
     return (1 - share) * theta / scaling.factor + share * theta, 1.0
 
 
+@lru_cache
+def _divided(base: float, rotated: int, factors: tuple[float, ...], device: torch.device) -> Tensor:
+    """Kept on the device: a copy from the host in each layer would make it wait."""
+    theta = plain_frequencies(base, rotated)
+    return (theta / theta.new_tensor(factors)).to(device)
+
+
 def _long(scaling: LongRopeScaling, base: float, rotated: int, lengths: Tensor) -> tuple[Tensor, float]:
-    theta = plain_frequencies(base, rotated).to(lengths.device)
-    short, long = (theta / theta.new_tensor(f) for f in (scaling.short, scaling.long))
+    short, long = (_divided(base, rotated, tuple(f), lengths.device) for f in (scaling.short, scaling.long))
     beyond = (lengths > scaling.original_length).unsqueeze(-1)
     s, factor = scaling.factor, scaling.attention_factor
     if factor is None:

@@ -13,6 +13,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER
 from torch import Tensor, nn
 
 from parallel.deepspeed_config import Precision, deepspeed_config
@@ -228,6 +229,7 @@ class Engine:
         # How many targets are valid is known to the host with the verdict only: nothing waits for it here.
         weight = len(batches) * self.mesh.dp.size / valid.clamp(min=1)
         self._engine.train_batch(self._feed(batches, weight.float()))
+        self._engine.timers(TRAIN_BATCH_TIMER).reset()  # it would keep two events of each step for ever
         if self._applied and self._auxiliary is not None:
             self._auxiliary.applied()
         seconds, signals = time.perf_counter() - started, self._signals  # _decide has set them
@@ -293,7 +295,7 @@ class Engine:
     def _count_valid(self, batches: Sequence[BatchLike]) -> Tensor:
         """Valid targets of all data ranks, on the device."""
         count = sum(batch.valid_tokens for batch in batches)
-        total = torch.tensor(count, dtype=torch.int64, device=self.mesh.device)
+        total = torch.full((), count, dtype=torch.int64, device=self.mesh.device)  # a fill waits for nothing
         if self.mesh.dp.size > 1:
             dist.all_reduce(total, group=self.mesh.dp.handle)
         return total
@@ -363,7 +365,10 @@ class Engine:
             slots[4 + dp + self.mesh.dp.rank] = 0.0 if loss.z_sum is None else loss.z_sum
             slots[1], slots[2] = loss.max_logit, loss.max_log_z  # type: ignore[assignment]
         inner = self._auxiliary_slots()
-        slots = torch.cat((slots, inner, slots.new_tensor(self._maxima), self._valid.view(1)))
+        mine = slots.new_empty(len(self._maxima))
+        for index, number in enumerate(self._maxima):
+            mine[index] = number  # a fill, which waits for nothing, as a copy from the host would
+        slots = torch.cat((slots, inner, mine, self._valid.view(1)))
         # MAX does not carry NaN reliably, so a flag carries it. -inf is a slot of another rank.
         bad = torch.isnan(slots) | (slots == torch.inf)
         slots[0] = bad.any().double()

@@ -145,7 +145,7 @@ class ZeroPartition:
         for master, gradient in zip(self._trained, gradients, strict=True):
             master.grad = gradient
         # The fused form divides while it reads, as it does for torch's GradScaler: one pass less over memory.
-        divisor = torch.tensor(over, device=self.mesh.device) if over > 1.0 and fused else None
+        divisor = torch.full((), over, device=self.mesh.device) if over > 1.0 and fused else None
         adam.grad_scale = divisor  # type: ignore[attr-defined]
         adam.step()
         self._updates += 1

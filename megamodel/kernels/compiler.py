@@ -1,6 +1,7 @@
 """torch.compile of blocks: whether it can be, and how often it was."""
 
 import importlib.util
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,11 +23,19 @@ class Compiled:
     beyond_limit: bool
 
 
+def triton_problem() -> str | None:
+    """Why kernels of triton cannot be made here; None where they can."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed; pip install 'megamodel[gpu]'"
+    if os.environ.get("CC") or any(shutil.which(name) for name in ("gcc", "clang", "cc")):
+        return None
+    return "triton needs a C compiler (gcc or clang) to start its kernels, and there is none"
+
+
 def problem(*, cuda: bool) -> str | None:
     """Why torch.compile cannot be used here; None where it can."""
     if cuda:
-        found = importlib.util.find_spec("triton") is not None
-        return None if found else "torch.compile needs triton on a GPU"
+        return triton_problem()
     if any(shutil.which(name) for name in ("g++", "clang++", "c++")):
         return None
     return "torch.compile needs a C++ compiler (g++ or clang++) on a CPU, and there is none"

@@ -113,6 +113,6 @@ def attention(
         enable_gqa=q.shape[1] != k.shape[1],
         return_aux=AuxRequest(lse=sinks is not None),
     )
-    if sinks is None:
+    if sinks is None or aux.lse is None:
         return out
     return out * torch.sigmoid(aux.lse - sinks.float().view(1, -1, 1)).unsqueeze(-1).to(out.dtype)

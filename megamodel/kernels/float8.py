@@ -31,7 +31,8 @@ class Float8Product:
         self.products = LinearMMConfig(*made)
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if any(size % MULTIPLE for size in weight.shape):
+        # The number of tokens is a side of the product that makes the weight's gradient.
+        if any(size % MULTIPLE for size in (*weight.shape, x.numel() // x.shape[-1])):
             return F.linear(x, weight, bias)
         y = matmul_with_hp_or_float8_args.apply(x, weight.t(), self.products, self.config)
         return y if bias is None else y + bias

@@ -34,7 +34,9 @@ def _statistics(
         x = tl.load(logits + column, mask=column < columns, other=float("-inf")).to(tl.float32)
         top = tl.maximum(top, tl.max(x, 0))
         next_shift = tl.where(top == float("-inf"), 0.0, top)
-        sum_so_far = sum_so_far * tl.exp(shift - next_shift) + tl.sum(tl.exp(x - next_shift), 0)
+        # From 0 to a largest logit far below: nothing was added up yet, and exp(0 - that) is infinite.
+        scaled = sum_so_far * tl.exp(tl.minimum(shift - next_shift, 0.0))
+        sum_so_far = scaled + tl.sum(tl.exp(x - next_shift), 0)
         shift = next_shift
     tl.store(largest + row, top)
     tl.store(total + row, sum_so_far)

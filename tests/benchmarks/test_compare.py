@@ -59,9 +59,7 @@ def test_the_script_for_a_gpu_runs_each_part(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.gpu", "--small", "--out", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     parts = json.loads(done.stdout.splitlines()[-1])
-    assert [(part["part"], part["result"]) for part in parts] == [
-        ("tests", "done"),
-        ("kernels", "done"),
-        ("training", "done"),
-    ], done.stdout
-    assert set(json.loads((tmp_path / "training.json").read_text())["entries"]) >= {"engine", "peer_compiled"}
+    assert {part["part"]: part["result"] for part in parts}.items() >= dict.fromkeys(
+        ["gpu-tests", "kernel-tests", "kernels", "matmul", "engine", "module", "peer_compiled"], "done"
+    ).items(), done.stdout
+    assert all(part["numbers"] for part in parts[2:])

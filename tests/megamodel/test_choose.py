@@ -16,8 +16,9 @@ from megamodel.kernels.config import Kernels
 from megamodel.kernels.head import linear_cross_entropy
 from megamodel.model import Transformer
 
-CPU = Machine(cuda=False, matrix_units=False, triton=False, compiler=None)
-GPU = Machine(cuda=True, matrix_units=False, triton=True, compiler=None)
+NO_TRITON = "triton is not installed; pip install 'megamodel[gpu]'"
+CPU = Machine(cuda=False, matrix_units=False, triton=NO_TRITON, compiler=None)
+GPU = Machine(cuda=True, matrix_units=False, triton=None, compiler=None)
 AMX = replace(CPU, matrix_units=True)
 
 
@@ -40,7 +41,7 @@ AMX = replace(CPU, matrix_units=True)
         ),
         (GPU, "fp32", {}, {"experts": "sorted", "rotate": "triton"}),
         (GPU, "bf16", {"compile": "block"}, {"norm": "plain", "gate": "plain", "entropy": "triton"}),
-        (replace(GPU, triton=False), "bf16", {}, {"norm": "plain", "entropy": "plain"}),
+        (replace(GPU, triton=NO_TRITON), "bf16", {}, {"norm": "plain", "entropy": "plain"}),
         (AMX, "bf16", {"products": "widened"}, {"products": "widened"}),
         (CPU, "fp32", {"compile": "block"}, {"compile": "block"}),
     ],
@@ -56,7 +57,7 @@ def test_what_is_chosen(machine: Machine, precision: Any, settings: Any, expecte
     [
         (CPU, {"attention": "flex"}, "attention=flex is not possible here: torch has no backward"),
         (CPU, {"norm": "triton"}, "norm=triton is not possible here: our kernels are for a GPU"),
-        (replace(GPU, triton=False), {"gate": "triton"}, "pip install 'megamodel"),
+        (replace(GPU, triton=NO_TRITON), {"gate": "triton"}, "pip install 'megamodel"),
         (CPU, {"experts": "grouped"}, "grouped products need bf16 on a GPU; use auto or loop, sorted"),
         (replace(CPU, compiler="no compiler"), {"compile": "block"}, "compile=block .*: no compiler; use"),
         (CPU, {"products": "widened"}, "the numbers are fp32 already"),

@@ -1,5 +1,8 @@
 """Mixtures of experts against dense loops and constants worked out by hand."""
 
+import itertools
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,7 +12,8 @@ from conf.typed import parse
 from megamodel.auxiliary import Auxiliary
 from megamodel.feedforward import FeedForward
 from megamodel.init import initialise
-from megamodel.moe import MixtureOfExperts, Routed, balance_per_sequence, pooled_balance
+from megamodel.moe import Experts, MixtureOfExperts, Routed, balance_per_sequence, pooled_balance
+from parallel.mesh import Group
 from parallel.tensor import TensorParallel
 
 
@@ -160,3 +164,57 @@ def test_a_capacity_drops_the_later_tokens_in_training_only() -> None:
 def test_what_cannot_be_is_refused(changes: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse(Routed, {"n_experts": 6, "top_k": 2, **changes})
+
+
+class _Dirty(torch.autograd.Function):
+    """A grouped product as a GPU makes it: rows of no group hold anything, here NaN, in both directions."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.stops = [0, *offs.tolist()]
+        y = x.new_full((x.shape[0], weight.shape[-1]), float("nan"))
+        for e, (a, b) in enumerate(itertools.pairwise(ctx.stops)):
+            y[a:b] = x[a:b] @ weight[e]
+        return y
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        of_x, of_weight = torch.full_like(x, float("nan")), torch.zeros_like(weight)
+        for e, (a, b) in enumerate(itertools.pairwise(ctx.stops)):
+            of_x[a:b] = grad[a:b] @ weight[e].T
+            of_weight[e] = x[a:b].T @ grad[a:b]
+        return of_x, of_weight, None
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("form", ["sorted", "grouped"])
+def test_the_forms_of_experts_where_some_tokens_are_others(
+    form: Any, bias: bool, gated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second of two ranks, tokens of the first's experts, and weights of 0: values and all gradients."""
+    monkeypatch.setattr(F, "grouped_mm", lambda x, w, offs: _Dirty.apply(x, w, offs))
+    inner = parse(FeedForward.Config, {"d_ff": 16, "bias": bias, "gated": gated})
+    settings = parse(Routed, {"n_experts": 6, "top_k": 3, "d_ff": 16})
+    parallel = TensorParallel(Group((0, 1), 1, None))
+    made = Experts("e", settings, inner, 8, std=1.0, output_std=1.0, parallel=parallel)
+    module = initialise(made, seed=3).double()  # type: ignore[union-attr]
+    source = torch.Generator().manual_seed(1)
+    for parameter in module.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=source).double()
+    chosen = torch.stack([torch.randperm(6, generator=source)[:3] for _ in range(11)])
+    found = []
+    for used in ("loop", form):
+        module.form = used
+        x, weights = random(11, 8).double().requires_grad_(), random(11, 3, seed=2).double()
+        weights[::4, 0] = 0  # beyond an expert's capacity
+        weights.requires_grad_()
+        y = module(x, chosen, weights)
+        gradients = torch.autograd.grad((y * random(11, 8, seed=4)).sum(), [x, weights, *module.parameters()])
+        found.append([y.detach(), *gradients])
+    for index, (a, b) in enumerate(zip(*found, strict=True)):
+        if index == 2:  # of a weight that is 0 only the loop sees nothing
+            a, b = (g.masked_fill(weights.detach() == 0, 0.0) for g in (a, b))
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)

@@ -45,6 +45,17 @@ def test_entropy(rows: int, columns: int, start: int, dtype: torch.dtype) -> Non
         close(ours, exact, 1e-5)
 
 
+@pytest.mark.parametrize("columns", [17, 4097, 9000])
+def test_logits_far_below_zero(columns: int) -> None:
+    """All of a row at -200, or all of its first 4096: the largest so far begins at no number at all."""
+    logits, targets = scores(3, columns, FP32)
+    logits[1] -= 200
+    logits[2, :4096] -= 200
+    expected = reference.entropy(logits.double(), targets, start=0)
+    for ours, exact in zip(triton_entropy.entropy(logits, targets, start=0), expected, strict=True):
+        close(ours, exact, 1e-5)
+
+
 @pytest.mark.slow
 def test_entropy_of_many_rows() -> None:
     """A program a row: quick on a GPU, not in the interpreter."""
