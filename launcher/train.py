@@ -105,7 +105,7 @@ def train(run: Run, cursor: Cursor) -> Outcome:
             skipped_in_a_row = 0 if result.applied or recovery else skipped_in_a_row + 1
             if skipped_in_a_row == MOST_SKIPPED:
                 run.responder.give_up(before, cursor, skipped_in_a_row)
-            asked = int(result.signals.maxima[0]) if result.signals else 0
+            asked = int(result.maxima[0])
             if _keep(run, cursor, result, asked=asked, loss=loss if taken else None):
                 saved = cursor.step
                 _sample(run, cursor, asked=asked)
@@ -255,6 +255,11 @@ def _record(
     record["time/sample_seconds"] = run.sampler.take()  # of what was written after the attempt before
     if cursor.attempt == run.responder.started:
         record["time/startup_seconds"] = time.time() - run.started - result.seconds
+    record["memory/peak_bytes"] = int(result.maxima[1])
+    # Of what was saved after earlier attempts: the record of an attempt is written before its save.
+    for name, seconds in zip(("stall", "write"), result.maxima[2:], strict=True):
+        if seconds != NOTHING:
+            record[f"time/checkpoint_{name}_seconds"] = seconds
     if result.signals is None:
         return record
     signals = result.signals
@@ -265,11 +270,6 @@ def _record(
     record["speed/tokens_per_second"] = speed
     if run.peak_flops:
         record["speed/mfu"] = speed * run.flops_per_token / run.peak_flops
-    record["memory/peak_bytes"] = int(signals.maxima[1])
-    # Of what was saved after earlier attempts: the record of an attempt is written before its save.
-    for name, seconds in zip(("stall", "write"), signals.maxima[2:], strict=True):
-        if seconds != NOTHING:
-            record[f"time/checkpoint_{name}_seconds"] = seconds
     return record
 
 

@@ -100,6 +100,7 @@ class StepResult:
     applied: bool
     seconds: float
     work_seconds: float = 0.0
+    maxima: tuple[float, ...] = ()  # as in Signals, and there without them
 
 
 Judge = Callable[[Signals], bool]
@@ -158,8 +159,8 @@ class Engine:
             with torch.no_grad():  # it broadcasts tied weights, which autograd must not see
                 self.module = StagedModule(layers, loss, mesh, self.bounds)
             mpu, tied, optimizer = self.module.mpu(), self.module.tied(), make_optimizer(self.module)
-            if self._overlaps:
-                split_groups(optimizer, bucket_bytes=bucket_bytes, tied=tied)
+            if mesh.dp.size > 1:
+                split_groups(optimizer, bucket_bytes=bucket_bytes or 1 << 62, tied=tied)
             self._engine = GuardedEngine(
                 args=None,
                 model=self.module,
@@ -175,7 +176,7 @@ class Engine:
         self._applied = False
         self._signals: Signals | None = None
         self._on_gradients: Gradients | None = None
-        self._maxima: tuple[float, ...] = ()
+        self._maxima = self._found = ()
         self._work = Stopwatch(mesh.device)
         self._valid, self._valid_tokens = torch.zeros((), dtype=torch.int64), 0
         close_at_stop(self)
@@ -233,7 +234,8 @@ class Engine:
         if self._applied and self._auxiliary is not None:
             self._auxiliary.applied()
         seconds, signals = time.perf_counter() - started, self._signals  # _decide has set them
-        return StepResult(signals, self._valid_tokens, self._applied, seconds, self._work.seconds)
+        work = self._work.seconds
+        return StepResult(signals, self._valid_tokens, self._applied, seconds, work, self._found)
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[BatchLike]) -> tuple[float, int]:
@@ -377,6 +379,7 @@ class Engine:
             dist.all_reduce(slots, op=dist.ReduceOp.MAX, group=self.mesh.world.handle)
         *values, valid = slots.tolist()
         self._valid_tokens, self._applied = int(valid), False
+        self._found = tuple(values[len(values) - len(self._maxima) :])
         if self._valid_tokens == 0:
             return None
         self._signals = _signals(values, dp, inner.numel() // 2, self._valid_tokens)

@@ -119,14 +119,13 @@ class Gradients:
     def _send(self, bucket: _Bucket) -> None:
         for parameter in bucket.parameters:
             self.own(parameter)
-        flat, size = bucket.flat, bucket.size // self.dp.size
-        bucket.sent = True
+        flat, bucket.sent = bucket.flat, True
         if flat is None:
             return  # a bucket without a parameter
-        if flat.is_cuda:
+        if flat.is_cuda:  # in place: NCCL takes a result that lies where this rank's part does
             scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-            bucket.part = flat.new_empty(size)
-            bucket.work = scatter(bucket.part, flat, group=self.dp.handle, async_op=True)
+            mine = self._mine(bucket, flat)
+            bucket.work = scatter(mine, flat, group=self.dp.handle, async_op=True)
         else:
             bucket.work = dist.all_reduce(flat, group=self.dp.handle, async_op=True)
 
@@ -135,13 +134,14 @@ class Gradients:
         if bucket.work is None or bucket.flat is None:
             return
         bucket.work.wait()
-        if bucket.part is None:
-            size = bucket.size // self.dp.size
-            bucket.part = bucket.flat[self.dp.rank * size : (self.dp.rank + 1) * size].clone()
-        bucket.part.div_(self.dp.size)
+        bucket.part = self._mine(bucket, bucket.flat) / self.dp.size
         bucket.work = bucket.flat = None
         for parameter in bucket.parameters:
             del self._own[parameter]
+
+    def _mine(self, bucket: _Bucket, flat: Tensor) -> Tensor:
+        size = bucket.size // self.dp.size
+        return flat[self.dp.rank * size : (self.dp.rank + 1) * size]
 
     @torch.no_grad()
     def average(self) -> None:
@@ -164,6 +164,17 @@ class Gradients:
         part = self._buckets[group].part
         assert part is not None
         return part.narrow(0, at, length)
+
+    @torch.no_grad()
+    def sum_tied(self, pairs: Sequence[tuple[Tensor, dist.ProcessGroup]]) -> None:
+        """Add up the averaged gradients of weights that two stages hold. Collective over their groups.
+
+        After the mean, of which both hold the same part, so that their masters stay equal bit by bit.
+        """
+        for weight, group in pairs:
+            part = self._own[weight] if self.dp.size == 1 else self._bucket_of[weight].part
+            assert part is not None
+            dist.all_reduce(part, group=group)
 
     def clear(self) -> None:
         """Forget all gradients."""
@@ -188,13 +199,15 @@ def split_groups(optimizer: torch.optim.Optimizer, *, bucket_bytes: int, tied: S
     """Cut the optimizer's parameter groups into buckets of about so many bytes of gradients in fp32.
 
     In the order in which backward comes by, last layers first; what has to wait for the end of backward
-    stands in buckets of its own. Settings of the groups are kept.
+    stands in buckets of its own, each tied weight in one, which is the same on all stages. Settings of the
+    groups are kept.
     """
     shared = {id(parameter) for parameter in tied}
     made = []
     for group in optimizer.param_groups:
-        late = [p for p in group["params"] if id(p) in shared or comes_late(p)]
-        waiting = {id(p) for p in late}
+        alone = [[p] for p in group["params"] if id(p) in shared]
+        late = [p for p in group["params"] if id(p) not in shared and comes_late(p)]
+        waiting = shared | {id(p) for p in late}
         buckets: list[list[Tensor]] = [[]]
         size = 0
         for parameter in reversed(group["params"]):
@@ -205,5 +218,5 @@ def split_groups(optimizer: torch.optim.Optimizer, *, bucket_bytes: int, tied: S
                 size = 0
             buckets[-1].append(parameter)
             size += 4 * parameter.numel()
-        made += [{**group, "params": bucket} for bucket in (*buckets, late) if bucket]
+        made += [{**group, "params": bucket} for bucket in (*buckets, late, *alone) if bucket]
     optimizer.param_groups[:] = made

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, Protocol
 
 import torch
-import torch.distributed as dist
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.runtime import bf16_optimizer
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
@@ -100,12 +100,12 @@ class GuardedEngine(PipelineEngine):
         self._partition = partition
 
     def _exec_reduce_tied_grads(self) -> None:
-        for weight, group in self.module.get_tied_weights_and_groups():
-            dist.all_reduce(self._partition.reduction.own(weight), group=group)
+        """Not before the mean over dp, but after it."""
 
     def _exec_reduce_grads(self) -> None:
         self._before_reduce()
         self._partition.reduction.average()
+        self._partition.reduction.sum_tied(self.module.get_tied_weights_and_groups())
 
     def _exec_optimizer_step(self, lr_kwargs: Any = None) -> None:
         norm = self._decide()
@@ -131,10 +131,13 @@ class GuardedEngine(PipelineEngine):
 def quiet() -> Iterator[None]:
     """Silence DeepSpeed's prints and log lines while it is built; its errors still come through."""
     logger = logging.getLogger("DeepSpeed")
-    level = logger.level
+    level, look = logger.level, bf16_optimizer.see_memory_usage
     logger.setLevel(logging.ERROR)
+    # It collects garbage twice a parameter group and forgets the peak of memory, on one rank only.
+    bf16_optimizer.see_memory_usage = lambda *_, **__: None
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             yield
     finally:
         logger.setLevel(level)
+        bf16_optimizer.see_memory_usage = look

@@ -140,11 +140,19 @@ def block_kept(model: Model, own: LayerSettings, length: int, layout: Layout, *,
     b, form, width = layout.number_bytes, LAYOUTS[model.layout], model.d_model
     inner = attention_kept(model, own, length, layout, documents)
     inner += feedforward_kept(model, own, b, layout.tp)
-    inputs = (1 if form.shared else 2) * b * width  # of q, k, v and of the feed-forward, after the gathering
+    attended, fed = inputs_split(own)
+    inputs = [attended and fed] if form.shared else [attended, fed]
+    gathered = b * width * inputs.count(False)
     norms = form.norms * norm_kept(model.norm, width, b)
     if form.parallel and not form.shared:
         norms -= 4 * width if b == 4 else 0  # both read one stream
-    return Kept(whole=inner + inputs, split=norms)
+    return Kept(whole=inner + gathered, split=norms + b * width * inputs.count(True))
+
+
+def inputs_split(own: LayerSettings) -> tuple[bool, bool]:
+    """Whether only a rank's own tokens are kept of what attention and feed-forward read, and gathered again
+    in backward: where one product alone reads it."""
+    return isinstance(own.attention, GroupedAttention.Config), own.experts is None
 
 
 def recomputed_kept(kept: Kept, model: Model, own: LayerSettings, layout: Layout) -> Kept:
@@ -155,9 +163,10 @@ def recomputed_kept(kept: Kept, model: Model, own: LayerSettings, layout: Layout
         return Kept(split=b * width)
     if layout.recompute != "attention":
         return kept
-    rest = feedforward_kept(model, own, b, layout.tp) + b * width
+    rest = feedforward_kept(model, own, b, layout.tp)
     norms = (0 if form.shared else form.norms / 2) * norm_kept(model.norm, width, b)
-    return Kept(whole=rest, split=norms + b * width)
+    fed = Kept(split=b * width) if inputs_split(own)[1] else Kept(whole=b * width)
+    return Kept(whole=rest, split=norms + b * width) + fed
 
 
 def head_kept(model: Model, layout: Layout) -> Kept:

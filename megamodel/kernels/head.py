@@ -215,9 +215,9 @@ class _Work:
 
 
 def row_blocks(logits: Tensor) -> list[slice]:
-    """Rows that are worked on at once: what fits into a CPU's cache, all of a chunk on a GPU."""
+    """Rows that are worked on at once: what fits into a CPU's cache, and on a GPU 64 MiB."""
     rows, columns = logits.shape
-    step = rows if logits.is_cuda else max(1, CACHE_BYTES // (4 * max(columns, 1)))
+    step = max(1, (64 << 20 if logits.is_cuda else CACHE_BYTES) // (4 * max(columns, 1)))
     return [slice(first, first + step) for first in range(0, rows, max(step, 1))]
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from parallel.gradients import Gradients, split_groups
 from parallel.mesh import build_mesh
 from parallel.piece import Fill, Piece, tag
-from tests.parallel.training import Case, build, micro_batches, train
+from tests.parallel.training import Case, build, logical_state, micro_batches, train
 from tests.spawn import Ranks
 
 LAYOUTS = {
@@ -152,3 +152,50 @@ def test_groups_are_cut_from_the_end_and_keep_their_settings() -> None:
     ]
     assert names == [["w3", "w2"], ["w1", "w0"], ["tied"], ["bias"], ["norm"]]
     assert [g["weight_decay"] for g in optimizer.param_groups] == [0.1, 0.1, 0.1, 0.0, 0.0]
+
+
+def tied_masters(case: Case) -> tuple[int, int, dict[tuple[str, int], bytes]]:
+    """(stage, data rank, masters and moments of the tied matrix that it holds, owned or not)."""
+    engine = build(case)
+    for step in (1, 2, 3):
+        engine.train_step(micro_batches(case, step, engine.mesh.dp.rank), lr=1e-3, tried=step)
+    found = {
+        (s.kind, s.flat_start): s.tensor.detach().numpy().tobytes()
+        for s in engine.state()
+        if s.piece.name == "embedding.weight"
+    }
+    return engine.mesh.pp.rank, engine.mesh.dp.rank, found
+
+
+@pytest.mark.parametrize("bucket_bytes", [0, 4096])
+def test_both_stages_keep_the_same_tied_matrix_bit_by_bit(bucket_bytes: int, ranks: Ranks) -> None:
+    """Of three data ranks sums have an order, and each stage takes them in its own group."""
+    case = Case(pp=2, dp=3, tied=True, global_batch=6, bucket_bytes=bucket_bytes)
+    stages: list[dict[int, Any]] = [{}, {}]
+    for stage, data_rank, found in ranks.run(6, tied_masters, case):
+        stages[stage][data_rank] = found
+    assert stages[0] == stages[1] and all(stages[0].values())
+
+
+def looked_at(case: Case, at: tuple[int, ...]) -> tuple[list[float], list[tuple[Any, ...]]]:
+    """Losses and state where gradients are looked at in some steps; held-out losses are taken between."""
+    engine = build(case)
+    losses = []
+    for step in (1, 2, 3, 4):
+        seen: list[str] = []
+        result = engine.train_step(
+            micro_batches(case, step, engine.mesh.dp.rank),
+            lr=1e-3,
+            tried=step,
+            on_gradients=(lambda found, seen=seen: seen.extend(n for n, *_ in found)) if step in at else None,
+        )
+        assert result.signals is not None and bool(seen) == (step in at)
+        losses.append(result.signals.loss)
+        engine.evaluate(micro_batches(case, 99, engine.mesh.dp.rank))
+    return losses, logical_state(engine)
+
+
+def test_to_look_at_gradients_in_some_steps_changes_nothing(ranks: Ranks) -> None:
+    never, sometimes = (ranks.run(2, looked_at, Case(dp=2), at) for at in ((), (2, 3)))
+    for (losses, state), (ours, theirs) in zip(never, sometimes, strict=True):
+        assert losses == ours and bits(state) == bits(theirs)
