@@ -43,6 +43,7 @@ def test_the_harness_runs_every_entry() -> None:
     command = [sys.executable, "-m", "benchmarks.training", "--model", "smoke", "--rounds", "1"]
     command += ["--warmup", "1", "--steps", "1", "--sequence-length", "32", "--threads", "1"]
     command += ["--entries", "run", "engine", "module", "peer", "control"]
+    command += ["--reference", "peer"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     result = json.loads(done.stdout.splitlines()[-1])
     assert list(result["entries"]) == ["run", "engine", "module", "peer", "control"]
