@@ -8,7 +8,7 @@ B micro-batch rows, S sequence length, V vocabulary.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -33,23 +33,17 @@ class Shape:
     device: torch.device
 
 
+FIXED = Model(
+    vocab_size=32000,
+    d_model=512,
+    n_layers=8,
+    tie_embeddings=False,
+    attention=GroupedAttention.Config(n_heads=8, n_kv_heads=4, head_width=64),
+    feedforward=FeedForward.Config(d_ff=1376),
+)
 MODELS = {
-    "fixed": Model(
-        vocab_size=32000,
-        d_model=512,
-        n_layers=8,
-        tie_embeddings=False,
-        attention=GroupedAttention.Config(n_heads=8, n_kv_heads=4, head_width=64),
-        feedforward=FeedForward.Config(d_ff=1376),
-    ),
-    "long": Model(
-        vocab_size=32000,
-        d_model=512,
-        n_layers=8,
-        tie_embeddings=False,
-        attention=GroupedAttention.Config(n_heads=8, n_kv_heads=4, head_width=64, window=1024),
-        feedforward=FeedForward.Config(d_ff=1376),
-    ),
+    "fixed": FIXED,
+    "long": replace(FIXED, attention=replace(FIXED.attention, window=1024)),
     # As TinyLlama 1.1B, for a GPU.
     "billion": Model(
         vocab_size=32000,

@@ -9,7 +9,6 @@ import argparse
 import json
 import os
 import resource
-import subprocess
 import sys
 import tempfile
 import time
@@ -19,6 +18,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.compare import order, pairwise_ratio, table
+from benchmarks.process import numbers
 
 LONG = 4  # times the corpus
 
@@ -69,10 +69,7 @@ def run_turn(folder: Path, name: str, workers: int, *, given: bool = True) -> di
     command = [sys.executable, "-m", "benchmarks.preparation", "--turn", str(folder / f"{name}.jsonl")]
     command += ["--workers", str(workers)]
     command += ["--tokenizer", str(folder / "tokenizer.json")] if given else []
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"the turn on {name} failed:\n{done.stdout}{done.stderr}")
-    return json.loads(done.stdout.strip().splitlines()[-1])
+    return numbers(name, command)
 
 
 def measure(folder: Path, options: argparse.Namespace) -> list[dict[str, dict[str, Any]]]:

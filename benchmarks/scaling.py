@@ -9,12 +9,12 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 from typing import Any
 
 from benchmarks.compare import table
+from benchmarks.process import numbers
 
 LAYOUTS = {"one": {}, "tp 2": {"tp": 2}, "tp 2, sequence": {"tp": 2}, "pp 2": {"pp": 2}, "dp 2": {"dp": 2}}
 ROWS = 4
@@ -29,10 +29,7 @@ def launched(name: str, options: argparse.Namespace) -> dict[str, Any]:
     threads = str(options.threads // world)
     environment = {**os.environ, "OMP_NUM_THREADS": threads, "DS_ACCELERATOR": "cpu"}
     environment["CUDA_VISIBLE_DEVICES"] = ""
-    done = subprocess.run([*command, *worker], env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{name} failed:\n{done.stdout}{done.stderr}")
-    return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+    return numbers(name, [*command, *worker], environment)
 
 
 def work(name: str, options: argparse.Namespace) -> None:

@@ -6,11 +6,11 @@
 import argparse
 import json
 import os
-import subprocess
 import sys
 from typing import Any
 
 from benchmarks.compare import table
+from benchmarks.process import numbers
 
 SWITCHES: dict[str, dict[str, str]] = {
     "as it comes": {},
@@ -31,10 +31,7 @@ def turn(switch: dict[str, str], options: argparse.Namespace) -> dict[str, Any]:
     command += ["--model", options.model, "--steps", str(options.steps), "--switches", json.dumps(switch)]
     command += ["--sequence-length", str(options.sequence_length), "--micro-batch", str(options.micro_batch)]
     environment = {**os.environ, "OMP_NUM_THREADS": "2", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{switch} failed:\n{done.stdout}{done.stderr}")
-    return json.loads(done.stdout.strip().splitlines()[-1])
+    return numbers(str(switch), command, environment)
 
 
 def main() -> None:

@@ -10,13 +10,13 @@ import argparse
 import json
 import os
 import platform
-import subprocess
 import sys
 from importlib.metadata import version
 from statistics import median
 from typing import Any
 
 from benchmarks.compare import order, pairwise_ratio, spread, table
+from benchmarks.process import numbers
 
 # entry -> what it runs
 RUNS = {
@@ -36,10 +36,7 @@ def run_turn(what: str, options: argparse.Namespace) -> dict[str, Any]:
     environment = {**os.environ, "OMP_NUM_THREADS": str(options.threads), "HF_HUB_OFFLINE": "1"}
     if options.device == "cpu":
         environment |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"the turn of {what} failed:\n{done.stdout}{done.stderr}")
-    return json.loads(done.stdout.strip().splitlines()[-1])
+    return numbers(what, command, environment)
 
 
 def measure(options: argparse.Namespace) -> tuple[list[dict[str, dict[str, Any]]], list[float]]:

@@ -31,7 +31,6 @@ POINTWISE = {
     "gate": "activations and gates",
 }
 LINEAR = (ColumnLinear, InnerLinear, RowLinear, Experts)
-GATED = (FeedForward, Experts)
 
 
 @dataclass(frozen=True)
@@ -221,7 +220,7 @@ def equip(module: nn.Module, choices: dict[str, Choice]) -> None:
             part.form = _triton("norm")
         if choices["rotate"].form == "triton":
             _equip_rotation(part)
-        if isinstance(part, GATED) and choices["gate"].form == "triton":
+        if isinstance(part, (FeedForward, Experts)) and choices["gate"].form == "triton":
             _equip_gate(part)
         if isinstance(part, MixtureOfExperts) and choices["gate"].beside_graphs == "triton":
             for inner in filter(None, (part.experts, part.shared)):

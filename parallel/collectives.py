@@ -27,73 +27,72 @@ def all_reduce_max(x: Tensor, group: Group) -> Tensor:
     return x
 
 
-def _gather_single(out: Tensor, x: Tensor, group: Group, *, started: bool = False) -> dist.Work | None:
-    # torch 2.13 renamed both; the old names warn there and are all that 2.11 has.
-    gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
-    return gather(out, x, group=group.handle, async_op=started)
-
-
-def _scatter_single(out: Tensor, x: Tensor, group: Group, *, started: bool = False) -> dist.Work | None:
-    scatter = (
-        dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
-    )
-    return scatter(out, x, group=group.handle, async_op=started)
-
-
-def gather_rows(x: Tensor, group: Group) -> Tensor:
-    """(n, ...) of each rank -> (size n, ...), in rank order, without gradient."""
-    out = x.new_empty((group.size * x.shape[0], *x.shape[1:]))
-    _gather_single(out, x.contiguous(), group)
-    return out
-
-
-def reduce_scatter_rows(x: Tensor, group: Group) -> Tensor:
-    """(size n, ...) -> this rank's (n, ...) of the sum, without gradient."""
-    out = x.new_empty((x.shape[0] // group.size, *x.shape[1:]))
-    _scatter_single(out, x.contiguous(), group)
-    return out
-
-
-def _gather_sequence(x: Tensor, group: Group) -> Tensor:
-    rows = gather_rows(x.transpose(0, 1), group)  # (S, B, D)
-    return rows.transpose(0, 1).contiguous()  # a stage border sends it as it lies in memory
-
-
-def _reduce_scatter_sequence(x: Tensor, group: Group) -> Tensor:
-    rows = reduce_scatter_rows(x.transpose(0, 1), group)  # (S / tp, B, D)
-    return rows.transpose(0, 1).contiguous()  # a stage border sends it as it lies in memory
-
-
 Arriving = Callable[[], Tensor]  # waits for what was started, once, and gives it
+
+
+def _arriving(work: dist.Work | None, out: Tensor, *inputs: Tensor) -> Arriving:
+    """What waits for `out`; the inputs live until then."""
+
+    def arrive(inputs: tuple[Tensor, ...] = inputs) -> Tensor:
+        assert work is not None
+        work.wait()
+        return out
+
+    return arrive
 
 
 def all_reduce_started(x: Tensor, group: Group) -> Arriving:
     """The sum in place of contiguous x, on its way while other work is done. Without gradient."""
-    work = dist.all_reduce(x, group=group.handle, async_op=True)
-    return lambda: _arrived(work, x)
+    return _arriving(dist.all_reduce(x, group=group.handle, async_op=True), x)
+
+
+# torch 2.13 renamed both operations below; the old names warn there and are all that 2.11 has.
+def gather_rows_started(x: Tensor, group: Group) -> Arriving:
+    """(n, ...) of each rank -> (size n, ...), in rank order, on its way. Without gradient."""
+    gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+    x = x.contiguous()
+    out = x.new_empty((group.size * x.shape[0], *x.shape[1:]))
+    return _arriving(gather(out, x, group=group.handle, async_op=True), out, x)
+
+
+def scatter_started(out: Tensor, x: Tensor, group: Group) -> dist.Work | None:
+    """This rank's rows of the sum of contiguous x into `out`, which may be where they lie in x."""
+    scatter = (
+        dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
+    )
+    return scatter(out, x, group=group.handle, async_op=True)
+
+
+def scatter_rows_started(x: Tensor, group: Group) -> Arriving:
+    """(size n, ...) -> this rank's (n, ...) of the sum, on its way. Without gradient."""
+    x = x.contiguous()
+    out = x.new_empty((x.shape[0] // group.size, *x.shape[1:]))
+    return _arriving(scatter_started(out, x, group), out, x)
+
+
+def gather_rows(x: Tensor, group: Group) -> Tensor:
+    """(n, ...) of each rank -> (size n, ...), in rank order, without gradient."""
+    return gather_rows_started(x, group)()
+
+
+def reduce_scatter_rows(x: Tensor, group: Group) -> Tensor:
+    """(size n, ...) -> this rank's (n, ...) of the sum, without gradient."""
+    return scatter_rows_started(x, group)()
 
 
 def gather_sequence_started(x: Tensor, group: Group) -> Arriving:
     """(B, S / tp, D) -> (B, S, D), on its way while other work is done. Without gradient."""
-    x = x.transpose(0, 1).contiguous()
-    out = x.new_empty((group.size * x.shape[0], *x.shape[1:]))
-    work = _gather_single(out, x, group, started=True)
-    # x must live until then.
-    return lambda: _arrived(work, out, x).transpose(0, 1).contiguous()
+    return _rows_first(gather_rows_started(x.transpose(0, 1), group))
 
 
 def scatter_sequence_started(x: Tensor, group: Group) -> Arriving:
     """Partial sums (B, S, D) -> this rank's (B, S / tp, D), on its way. Without gradient."""
-    x = x.transpose(0, 1).contiguous()
-    out = x.new_empty((x.shape[0] // group.size, *x.shape[1:]))
-    work = _scatter_single(out, x, group, started=True)
-    return lambda: _arrived(work, out, x).transpose(0, 1).contiguous()
+    return _rows_first(scatter_rows_started(x.transpose(0, 1), group))
 
 
-def _arrived(work: dist.Work | None, out: Tensor, *inputs: Tensor) -> Tensor:
-    assert work is not None
-    work.wait()
-    return out
+def _rows_first(arriving: Arriving) -> Arriving:
+    # A stage border sends it as it lies in memory.
+    return lambda: arriving().transpose(0, 1).contiguous()
 
 
 class _Copy(torch.autograd.Function):
@@ -121,22 +120,22 @@ class _GatherSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
-        return _gather_sequence(x, group)
+        return gather_sequence_started(x, group)()
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return _reduce_scatter_sequence(grad, ctx.group), None
+        return scatter_sequence_started(grad, ctx.group)(), None
 
 
 class _ScatterSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
-        return _reduce_scatter_sequence(x, group)
+        return scatter_sequence_started(x, group)()
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return _gather_sequence(grad, ctx.group), None
+        return gather_sequence_started(grad, ctx.group)(), None
 
 
 class _Sum(torch.autograd.Function):

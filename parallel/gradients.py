@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parallel.collectives import scatter_started
 from parallel.mesh import Group
 from parallel.piece import pieces_of
 
@@ -98,8 +99,11 @@ class Gradients:
     def own(self, parameter: Tensor) -> Tensor:
         """What this rank has added up, zeros where nothing came. Before it is averaged only."""
         if parameter not in self._own:
-            zeros = self._place(parameter) if self.dp.size > 1 else parameter.new_empty(parameter.shape)
-            self._own[parameter] = zeros.float().zero_() if self.dp.size == 1 else zeros.zero_()
+            alone = self.dp.size == 1
+            zeros = (
+                torch.zeros_like(parameter, dtype=torch.float32) if alone else self._place(parameter).zero_()
+            )
+            self._own[parameter] = zeros
         return self._own[parameter]
 
     def _send_ready(self) -> None:
@@ -123,9 +127,7 @@ class Gradients:
         if flat is None:
             return  # a bucket without a parameter
         if flat.is_cuda:  # in place: NCCL takes a result that lies where this rank's part does
-            scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-            mine = self._mine(bucket, flat)
-            bucket.work = scatter(mine, flat, group=self.dp.handle, async_op=True)
+            bucket.work = scatter_started(self._mine(bucket, flat), flat, self.dp)
         else:
             bucket.work = dist.all_reduce(flat, group=self.dp.handle, async_op=True)
 
@@ -156,12 +158,12 @@ class Gradients:
         for bucket in self._order:
             self._receive(bucket)
 
-    def averaged(self, group: int, parameter: Tensor, *, start: int, length: int, at: int) -> Tensor:
+    def averaged(self, parameter: Tensor, *, start: int, length: int, at: int) -> Tensor:
         """Elements [start, start + length) of a parameter's mean, as a flat live view; they lie at `at` of
-        this rank's part of the group."""
+        this rank's part of its group."""
         if self.dp.size == 1:
             return self._own[parameter].view(-1).narrow(0, start, length)
-        part = self._buckets[group].part
+        part = self._bucket_of[parameter].part
         assert part is not None
         return part.narrow(0, at, length)
 

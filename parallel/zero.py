@@ -103,10 +103,7 @@ class ZeroPartition:
     def gradients(self) -> list[tuple[_Stretch, Tensor]]:
         """The reduced gradient of each stretch of this partition, as a flat live view."""
         averaged = self.reduction.averaged
-        return [
-            (s, averaged(s.group, s.parameter, start=s.start, length=s.length, at=s.at))
-            for s in self.stretches
-        ]
+        return [(s, averaged(s.parameter, start=s.start, length=s.length, at=s.at)) for s in self.stretches]
 
     @torch.no_grad()
     def norm(self) -> Tensor:

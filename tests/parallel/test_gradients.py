@@ -95,10 +95,7 @@ def uneven() -> tuple[list[float], list[float]]:
     if rank == 0:
         (first * 6).sum().backward()
     reduction.average()
-    found = [
-        reduction.averaged(group, p, start=0, length=1, at=0).tolist()
-        for group, p in enumerate((first, second))
-    ]
+    found = [reduction.averaged(p, start=0, length=1, at=0).tolist() for p in (first, second)]
     reduction.close()
     dist.barrier()
     return found[0], found[1]
