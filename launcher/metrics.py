@@ -7,6 +7,7 @@ import json
 import math
 import os
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from launcher.rundirectory import RunDirectory, naming
 from launcher.sinks import Delivery
 
 WINDOW_BYTES = 1 << 16
+CLOCK_SECONDS = 2  # a clock that is further behind is not waited for
 NO_CURVES = ("time/wall",)  # TensorBoard has the time of each point already
 # TensorBoard's page of custom scalars: group -> chart -> names; a name is a regular expression.
 LAYOUT = {
@@ -260,6 +262,7 @@ class _Main:
         log.parent.mkdir(parents=True, exist_ok=True)
         self.progress = Progress(steps=steps, step=step, every=log_every, file=log, stream=stream)
         self.progress.start()
+        self._warn_of_clock()
 
     def write(self, line: Mapping[str, Any], known: Mapping[str, Any], *, applied: bool) -> None:
         self._append(json.dumps(line, allow_nan=False))
@@ -283,6 +286,7 @@ class _Main:
     def reopen(self, purge_step: int) -> None:
         self.board.close()
         self.board = self._open_board(purge_step)
+        self._warn_of_clock()
 
     def flush(self) -> None:
         with naming(self._directory.metrics_file):
@@ -295,7 +299,16 @@ class _Main:
         os.close(self._file)
 
     def _open_board(self, purge_step: int | None) -> SummaryWriter:
+        self._behind = wait_for_clock(self._directory.tensorboard)
         return SummaryWriter(str(self._directory.tensorboard), purge_step=purge_step, flush_secs=10)
+
+    def _warn_of_clock(self) -> None:
+        if self._behind > 0:
+            self.progress.note(
+                f"this machine's clock is {self._behind} s behind the newest file in "
+                f"{self._directory.tensorboard}: TensorBoard may show points that were undone; metrics.jsonl "
+                "is right"
+            )
 
     def _append(self, line: str) -> None:
         with naming(self._directory.metrics_file):
@@ -315,6 +328,23 @@ class _Main:
         assert writer is not None
         for summary in hparams(plain, {}):
             writer.add_summary(summary)
+
+
+def wait_for_clock(directory: Path) -> int:
+    """Wait until a file that is opened now is the last by name; the seconds that the clock is still behind.
+
+    TensorBoard reads a directory's files in the order of their names, and the name begins with the second in
+    which the file was opened (events.out.tfevents.<second>.<host>.<process>.<count>, the count unpadded). A
+    file that says "drop what is beyond step n" must come after those that hold it. What was opened earlier
+    than this second is never waited for; a clock behind by more than CLOCK_SECONDS is not either.
+    """
+    names = (path.name.split(".") for path in directory.glob("events.out.tfevents.*"))
+    newest = max((int(name[3]) for name in names if len(name) > 3 and name[3].isdigit()), default=-1)
+    now = time.time()
+    if now < newest + 1 <= now + CLOCK_SECONDS:
+        time.sleep(newest + 1 - now)
+        now = newest + 1
+    return max(0, newest + 1 - int(now))
 
 
 def is_number(value: Any) -> bool:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -117,8 +118,6 @@ def test_a_start_from_nothing_after_a_crash_before_the_first_save(tmp_path: Path
     with writer(tmp_path) as metrics:
         metrics.write({"step": 1, "loss/train": 1.0}, applied=True)
         metrics.write({"step": 2, "loss/train": 2.0}, applied=True)
-    # TensorBoard reads its files by name, which starts with the second: two processes are never that close.
-    time.sleep(1)
     with writer(tmp_path) as metrics:
         metrics.write({"step": 1, "loss/train": 10.0}, applied=True)
     assert lines(tmp_path)[-1] == {"step": 1, "attempt": 3, "segment": 1, "loss/train": 10.0}
@@ -133,6 +132,32 @@ def test_a_rewind_drops_the_curves_beyond_it(tmp_path: Path) -> None:
         metrics.write({"step": 2, "loss/train": 20.0}, applied=True)
     assert curve(tmp_path, "loss/train") == [(1, 1.0), (2, 20.0)]
     assert [(r["attempt"], r["segment"]) for r in lines(tmp_path)] == [(1, 0), (2, 0), (3, 0), (4, 1)]
+
+
+def test_many_rewinds_within_a_moment_are_read_in_order(tmp_path: Path) -> None:
+    """The count in a name is unpadded: of two files of one second, the 10th sorts before the 9th."""
+    with writer(tmp_path) as metrics:
+        metrics.write({"step": 1, "loss/train": 0.0}, applied=True)
+        for attempt in range(4):
+            metrics.rewind(0)
+            metrics.write({"step": 1, "loss/train": float(attempt)}, applied=True)
+    seconds = [int(path.name.split(".")[3]) for path in (tmp_path / "tensorboard").glob("events.out.*")]
+    assert len(set(seconds)) == len(seconds) == 5
+    assert curve(tmp_path, "loss/train") == [(1, 3.0)]
+
+
+def test_a_clock_far_behind_is_said_and_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with writer(tmp_path):
+        pass
+    (file,) = (tmp_path / "tensorboard").glob("events.out.*")
+    file.rename(file.with_name(f"events.out.tfevents.{int(time.time()) + 3600}.host.1.0"))
+    monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail(f"waits {seconds} s"))
+    with writer(tmp_path):
+        pass
+    log = RunDirectory(tmp_path).log_file(0).read_text()
+    assert re.search(r"this machine's clock is (36\d\d|35\d\d) s behind the newest file", log), log
 
 
 def test_an_attempt_number_that_is_given_is_kept(tmp_path: Path) -> None:
