@@ -15,7 +15,7 @@ from datetime import timedelta
 import numpy as np
 import torch
 
-from benchmarks.entries import MODELS, batches
+from benchmarks.shapes import MODELS, batches
 from benchmarks.training import machine
 from launcher.guard import Guard
 from launcher.monitor import Monitor, Observation, judge

@@ -37,7 +37,8 @@ def work(name: str, options: argparse.Namespace) -> None:
     import torch
     import torch.distributed as dist
 
-    from benchmarks.entries import MODELS, OPTIM, batches, forms
+    from benchmarks.entries import forms
+    from benchmarks.shapes import MODELS, OPTIM, batches
     from megamodel.choose import chunked, equip
     from megamodel.loss import Loss
     from megamodel.model import layers

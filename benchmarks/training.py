@@ -1,6 +1,7 @@
 """Training speed and memory against transformers' Llama: `make bench`, or `python -m benchmarks.training`.
 
---entries peer torchtitan ... adds transformers without torch.compile, and torchtitan where it is installed.
+--entries peer torchtitan litgpt olmo_core ... adds transformers without torch.compile, and others where they
+are installed (peers.py).
 Each turn is a fresh process; each round has one turn of every entry, in rotated order; numbers are medians,
 ratios are medians of the ratios within a round. `control` is the peer entered a second time: its ratio says
 what the numbers are worth. The last line is everything as JSON.
@@ -16,11 +17,12 @@ from statistics import median
 from typing import Any
 
 from benchmarks.compare import order, pairwise_ratio, spread, table
+from benchmarks.entries import BUILDERS
 from benchmarks.process import numbers
 
 # entry -> what it runs
 RUNS = {
-    **{name: name for name in ("run", "engine", "module", "peer", "peer_compiled", "torchtitan")},
+    **{name: name for name in ("run", *BUILDERS)},
     "control": "peer_compiled",
 }
 

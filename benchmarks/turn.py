@@ -1,6 +1,6 @@
 """One turn of the training benchmark in a process of its own; its last line is a JSON object.
 
-See entries.py for what the entries are; matmul: the peak of this machine.
+See entries.py and peers.py for what the entries are; matmul: the peak of this machine.
 """
 
 import argparse
@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.entries import BATCHES, BUILDERS, MODELS, Shape, batches
+from benchmarks.entries import BUILDERS
 from benchmarks.run_turn import train
+from benchmarks.shapes import BATCHES, MODELS, Shape, batches
 from megamodel.accounting import flops_per_token, parameter_count
 
 
