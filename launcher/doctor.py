@@ -18,6 +18,7 @@ from conf.typed import config, setting
 from launcher.cluster import Placement, placement
 from launcher.config import Config, Plan, plan
 from launcher.failure import DONE, FAILED
+from launcher.forms import by_name, chosen
 from launcher.health import Facts, Row, examine
 from launcher.joining import join
 from launcher.rundirectory import git_state
@@ -95,6 +96,7 @@ def gather(tree: Doctor, settled: Plan, place: Placement, mesh: Mesh, *, clock: 
         host=socket.gethostname(),
         local_size=place.local_size,
         versions=own_versions(),
+        forms=by_name(chosen(settled, device)),
         clock=clock,
         free_bytes=free_bytes(settled.directory),
         device=torch.cuda.get_device_name(device) if cuda else "a CPU",

@@ -3,11 +3,20 @@
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
 Verdict = Literal["ok", "warn", "fail"]
 SKEW_SECONDS = 2.0  # beyond it the logs of two nodes cannot be laid side by side
 MASTER_BYTES = 12  # of a parameter in a checkpoint: fp32 master and two moments
+
+
+class Placed(Protocol):
+    """A rank and where it is."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def host(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -18,6 +27,7 @@ class Facts:
     host: str
     local_size: int
     versions: dict[str, str]
+    forms: dict[str, str]  # operation -> its form
     clock: float  # of time.time(), all taken after one barrier
     free_bytes: int
     device: str
@@ -43,6 +53,7 @@ def examine(facts: Sequence[Facts], *, parameters: int, slow_factor: float) -> l
     """Every check. facts: of all ranks, in rank order; slow_factor: below so much of the median is slow."""
     return [
         *versions(facts),
+        *kernels(facts),
         clocks(facts),
         disk(facts, parameters * MASTER_BYTES),
         *devices(facts),
@@ -53,9 +64,9 @@ def examine(facts: Sequence[Facts], *, parameters: int, slow_factor: float) -> l
     ]
 
 
-def named(facts: Sequence[Facts], ranks: Sequence[int]) -> str:
+def named(placed: Sequence[Placed], ranks: Sequence[int]) -> str:
     """`rank 3 (host)`, `ranks 0-3 (a), 4 (b)`."""
-    hosts = {one.rank: one.host for one in facts}
+    hosts = {one.rank: one.host for one in placed}
     parts = []
     for host in dict.fromkeys(hosts[rank] for rank in ranks):
         parts.append(f"{spans([rank for rank in ranks if hosts[rank] == host])} ({host})")
@@ -74,21 +85,35 @@ def spans(ranks: Sequence[int]) -> str:
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in found)
 
 
+def unequal(ranks: Sequence[Placed], values: Sequence[Mapping[str, str]]) -> Iterator[tuple[str, str]]:
+    """(name, `torch is 2.13, but 2.11 on rank 5 (b)`) of what is not the same on all. values: one a rank."""
+    for name in dict.fromkeys(name for one in values for name in one):
+        found: dict[str, list[int]] = {}
+        for rank, one in zip(ranks, values, strict=True):
+            found.setdefault(one.get(name, "missing"), []).append(rank.rank)
+        if len(found) > 1:
+            common = max(found, key=lambda value: len(found[value]))
+            odd = "; ".join(f"{v} on {named(ranks, r)}" for v, r in found.items() if v != common)
+            yield name, f"{name} is {common}, but {odd}"
+
+
 def versions(facts: Sequence[Facts]) -> Iterator[Row]:
     """Equal on all ranks: another version computes otherwise, or speaks another protocol."""
-    different = False
-    for name in dict.fromkeys(name for one in facts for name in one.versions):
-        ranks: dict[str, list[int]] = {}
-        for one in facts:
-            ranks.setdefault(one.versions.get(name, "missing"), []).append(one.rank)
-        if len(ranks) > 1:
-            different = True
-            common = max(ranks, key=lambda version: len(ranks[version]))
-            odd = "; ".join(f"{v} on {named(facts, r)}" for v, r in ranks.items() if v != common)
-            way_out = "install the same environment on all nodes"
-            yield Row("versions", "fail", f"{name} is {common}, but {odd}", way_out)
-    if not different:
+    odd = [what for _, what in unequal(facts, [one.versions for one in facts])]
+    for what in odd:
+        yield Row("versions", "fail", what, "install the same environment on all nodes")
+    if not odd:
         yield Row("versions", "ok", ", ".join(f"{k} {v}" for k, v in facts[0].versions.items()))
+
+
+def kernels(facts: Sequence[Facts]) -> Iterator[Row]:
+    """Equal on all ranks: what is held twice would drift apart."""
+    odd = [what for _, what in unequal(facts, [one.forms for one in facts])]
+    for what in odd:
+        way_out = "`python -m launcher kernels` says why on each; kernels.OPERATION=FORM names one for all"
+        yield Row("kernels", "fail", what, way_out)
+    if not odd:
+        yield Row("kernels", "ok", ", ".join(f"{name} {form}" for name, form in facts[0].forms.items()))
 
 
 def clocks(facts: Sequence[Facts]) -> Row:

@@ -18,6 +18,7 @@ from checkpoints.choose import Rewind
 from checkpoints.manager import About, Manager, Restored
 from checkpoints.snapshots import state_bytes
 from conf.schema import Difference, plain
+from launcher import forms
 from launcher.accepting import Acceptor
 from launcher.cluster import Placement, placement
 from launcher.config import Config, Plan, check_same, plan
@@ -35,7 +36,7 @@ from launcher.metrics import MetricsWriter, flattened
 from launcher.preparing import prepare_unless
 from launcher.responding import Responder
 from launcher.rewind import Recorded, Rewinder, applied_again, recorded
-from launcher.rundirectory import RunDirectory, versions
+from launcher.rundirectory import RunDirectory, package_versions
 from launcher.sampling import Sampler
 from launcher.sinks import check_installed, deliveries
 from launcher.stopping import StopRequest, ended_by_term, reason, stop_signals
@@ -44,7 +45,7 @@ from launcher.train import Outcome, Run
 from launcher.train import train as loop
 from megamodel.accounting import flops_per_token
 from megamodel.auxiliary import Auxiliary
-from megamodel.choose import choose, chunked, equip, this_machine
+from megamodel.choose import chunked, equip
 from megamodel.data.batch import Batch, Cursor
 from megamodel.data.held_out import HeldOut
 from megamodel.data.loader import Loader
@@ -144,6 +145,7 @@ def _train(
     config = settled.config
     exchange = exchange_over(mesh.world)
     _check_same(config, exchange)
+    forms.check_same(settled, mesh, exchange)
     prepared = _prepared(config, mesh, exchange, stop)
     asked = agreed(exchange, stop)
     if asked or prepared is None:
@@ -167,7 +169,7 @@ def _train_on(
     config = settled.config
     loader, held_out = _data(settled, prepared)
     engine = build_engine(settled, mesh)
-    about = About(plain(config), _library_versions(), prepared.tokenizer.hash)
+    about = About(plain(config), package_versions(), prepared.tokenizer.hash)
     checkpoints = Manager(directory.path, config.checkpoint, mesh, about, say=log.info)
     past_events = exchange.share(_past(directory))
     rewound = [Recorded(*values) for values in past_events["rewinds"]]
@@ -312,7 +314,7 @@ def build_engine(settled: Plan, mesh: Mesh) -> Engine:
     config, clock, auxiliary = settled.config, Clock(), Auxiliary()
     parallel = TensorParallel(mesh.tp, sequence=config.parallel.sequence_parallel)
     shard = VocabularyShard(config.model.vocab_size, mesh.tp)
-    choices = choose(config.kernels, this_machine(mesh.device), settled.precision)
+    choices = forms.chosen(settled, mesh.device)
     built = layers(
         config.model,
         seed=config.train.seed,
@@ -394,6 +396,7 @@ def _data(settled: Plan, prepared: Prepared) -> tuple[Loader, HeldOut]:
 def _dry_run(settled: Plan, mesh: Mesh) -> None:
     """Build everything and make one forward and backward pass on random tokens; nothing is written."""
     config = settled.config
+    forms.check_same(settled, mesh, exchange_over(mesh.world))
     engine = build_engine(settled, mesh)
     generator = torch.Generator().manual_seed(config.train.seed + mesh.dp.rank)
     rows, length = settled.batches.micro_batch, config.train.sequence_length
@@ -428,10 +431,6 @@ def _peak_bytes(device: torch.device) -> Callable[[], int]:
     if device.type == "cuda":
         return lambda: torch.cuda.max_memory_allocated(device)
     return lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def _library_versions() -> dict[str, str]:
-    return {name: str(value) for name, value in versions()["packages"].items()}
 
 
 def _cores() -> int:

@@ -207,20 +207,25 @@ class RunDirectory:
 
 def versions(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     """What this run was made with: Python, packages, this source's git commit, the command line."""
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": package_versions(),
+        "git": git_state(Path(__file__).resolve().parents[1]),
+        "command": list(sys.argv if arguments is None else arguments),
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }
+
+
+def package_versions() -> dict[str, str]:
+    """Of what is installed and of interest."""
     packages = {}
     for name in PACKAGES:
         try:
             packages[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return {
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "packages": packages,
-        "git": git_state(Path(__file__).resolve().parents[1]),
-        "command": list(sys.argv if arguments is None else arguments),
-        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-    }
+    return packages
 
 
 def git_state(directory: Path) -> dict[str, Any] | None:

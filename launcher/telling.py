@@ -10,11 +10,11 @@ from checkpoints.manager import Manager
 from conf.schema import Difference
 from launcher.config import Config, Plan
 from launcher.evaluate import HeldOutLoss
+from launcher.forms import chosen, told
 from launcher.rundirectory import RunDirectory
 from launcher.sampling import record_sample, sample
 from launcher.train import Outcome
 from megamodel.accounting import flops_per_token, parameter_count
-from megamodel.choose import choose, this_machine
 from megamodel.data.baselines import baselines
 from megamodel.data.batch import Cursor
 from megamodel.data.held_out import HeldOut
@@ -26,14 +26,6 @@ from parallel.mesh import Mesh
 
 MOST_BASELINE_TOKENS = 50_000_000  # the bigram model counts all pairs of the training tokens
 BASELINES = {"unigram entropy": "unigram_entropy", "bigram baseline": "bigram_cross_entropy"}
-
-
-def forms(settled: Plan, mesh: Mesh) -> str:
-    """The forms of operations that are not the plain ones."""
-    kernels = settled.config.kernels
-    chosen = choose(kernels, this_machine(mesh.device), settled.precision)
-    plain = ("native", "none", "plain")
-    return ", ".join(f"{name} {c.form}" for name, c in chosen.items() if c.form not in plain)
 
 
 def compiled_text(made: Compiled) -> str:
@@ -79,7 +71,7 @@ def beginning(
                 f"dp {mesh.dp.size}"
             ),
             f"layout  {_layout(settled, mesh, bounds)}",
-            f"kernels {forms(settled, mesh)}",
+            f"kernels {told(chosen(settled, mesh.device))}",
             _copies(config, host_bytes),
             _monitor(config),
         )

@@ -4,6 +4,8 @@ from typing import Literal
 
 from conf.typed import config, setting
 
+BUCKET_BYTES = 128 << 20
+
 
 @config
 class Parallel:
@@ -25,7 +27,7 @@ class Parallel:
         1, on_resume="free", help="recompute only every n-th block, from the first on"
     )
     bucket_bytes: int = setting(
-        128 << 20,
+        BUCKET_BYTES,
         on_resume="free",
         help="sum gradients over dp in pieces of about this size while backward goes on; 0: after it",
     )

@@ -23,7 +23,7 @@ from megamodel.config import Model
 from megamodel.data.config import Data
 from megamodel.kernels.config import Kernels
 from megamodel.optim import Optim
-from parallel.config import Parallel
+from parallel.config import BUCKET_BYTES, Parallel
 
 
 @config
@@ -43,7 +43,7 @@ class PlannedSplit:
         None, on_resume="free", help="blocks of each pipeline stage; null balances by cost"
     )
     bucket_bytes: int = setting(
-        128 << 20, on_resume="free", help="gradients are summed over dp during backward; 0: after it"
+        BUCKET_BYTES, on_resume="free", help="gradients are summed over dp during backward; 0: after it"
     )
 
     def __post_init__(self) -> None:
@@ -54,6 +54,10 @@ class PlannedSplit:
         if self.recompute_every < 1:
             raise ValueError(
                 f"parallel.recompute_every ({self.recompute_every}) must be at least 1; 1 is every block"
+            )
+        if self.bucket_bytes < 0:
+            raise ValueError(
+                f"parallel.bucket_bytes ({self.bucket_bytes}) must be at least 0, which is: after backward"
             )
         known = search.modes()
         if self.recompute is not None and self.recompute not in known:

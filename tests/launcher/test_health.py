@@ -25,6 +25,7 @@ def facts(count: int = 8) -> list[Facts]:
             host="ab"[rank // 4],
             local_size=4,
             versions={"python": "3.11", "torch": "2.13"},
+            forms={"norm": "triton", "attention": "flex"},
             clock=1000.0,
             free_bytes=1 << 40,
             device="H100",
@@ -57,6 +58,13 @@ def test_all_well() -> None:
     ("rank", "values", "check", "verdict", "said"),
     [
         (5, {"versions": {"python": "3.11", "torch": "2.11"}}, "versions", "fail", "2.11 on rank 5 (b)"),
+        (
+            5,
+            {"forms": {"norm": "plain", "attention": "flex"}},
+            "kernels",
+            "fail",
+            "norm is triton, but plain on rank 5",
+        ),
         (5, {"versions": {"python": "3.11"}}, "versions", "fail", "torch is 2.13, but missing on rank 5 (b)"),
         (6, {"clock": 1003.5}, "clocks", "warn", "rank 6 (b) is +3.5 s off"),
         (1, {"free_bytes": 13_000_000}, "disk", "warn", "rank 1 (a): 13 MB free"),

@@ -13,6 +13,7 @@ from launcher.plan.command import Plan, PlannedSplit, made, step_tokens
 from launcher.report.outlook import tree_of
 from launcher.report.reading import Record
 from launcher.sections import Train
+from parallel.config import Parallel
 
 
 def composed(*overrides: str) -> Plan:
@@ -100,6 +101,16 @@ def test_recomputing_every_0th_block_is_refused(value: int, capsys: pytest.Captu
     assert command_line.main(["plan", "model=tiny", f"parallel.recompute_every={value}"]) == 2
     assert f"parallel.recompute_every ({value}) must be at least 1" in capsys.readouterr().err
     assert parse(PlannedSplit, {"recompute_every": 2}).recompute_every == 2
+
+
+def test_a_bucket_of_less_than_nothing_is_refused_and_the_defaults_are_those_of_training(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert command_line.main(["plan", "model=tiny", "parallel.bucket_bytes=-1"]) == 2
+    assert "parallel.bucket_bytes (-1) must be at least 0" in capsys.readouterr().err
+    planned, trained = parse(PlannedSplit, {}), parse(Parallel, {})
+    shared = {"bucket_bytes", "recompute_every", "stage_layers"}
+    assert all(getattr(planned, name) == getattr(trained, name) for name in shared)
 
 
 @pytest.mark.parametrize(
