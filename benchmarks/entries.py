@@ -72,7 +72,10 @@ def build_module(shape: Shape) -> tuple[Step, int]:
     from megamodel.choose import chunked, equip
     from megamodel.kernels.head import linear_cross_entropy
     from megamodel.model import Transformer
+    from parallel import start
 
+    if shape.device.type == "cpu":
+        start.prepare_cpu()  # as a run does
     choices, settings = forms(shape.precision, device=shape.device)
     module = Transformer(shape.model, equip=lambda part: equip(part, choices)).to(shape.device)
     how = chunked(choices, settings)
@@ -104,7 +107,8 @@ def build_engine(shape: Shape, switches: dict[str, str] | None = None) -> tuple[
         backend = "nccl" if shape.device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         start.adopt(0)
-        torch.set_flush_denormal(True)  # as a run does
+        if backend == "gloo":
+            start.prepare_cpu()  # as a run does
     clock = Clock()
     choices, settings = forms(precision, switches, shape.device)
     again: Any = (switches or {}).get("recompute", "none")

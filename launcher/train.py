@@ -31,7 +31,9 @@ from megamodel.data.loader import LoadedStep
 from megamodel.data.prefetch import Prefetcher
 from megamodel.moe import Routed
 from parallel.engine import Engine, Signals, StepResult
+from parallel.heap import give_back
 
+GIVE_BACK_EVERY = 100  # steps
 NOTHING = -1.0  # travels for a cost that there was not
 
 
@@ -114,6 +116,8 @@ def train(run: Run, cursor: Cursor) -> Outcome:
                 return Outcome(cursor, reason(asked), loss)
             run.checkpoints.check()
             garbage.step(cursor.attempt)
+            if cursor.attempt % GIVE_BACK_EVERY == 0:
+                give_back()
     if saved != cursor.step:
         _save(run, cursor, {})
     _finish(run, cursor)
