@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-# Pages that are touched for the first time by pairs of tensors whose first one leaves room for all that follow,
-# then the growth of the process over tensors of one size, each freed before the next.
+# Page faults of a tensor that fits where one was freed, then the growth of the process, in pages, over tensors
+# of one size, each freed before the next.
 PROGRAM = """
 import resource
 from pathlib import Path
@@ -23,7 +23,7 @@ def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 print(keep_freed())
-torch.ones(65 << 18)  # a MiB more than the next: aligned memory needs some bytes of room
+torch.ones(65 << 18)  # aligned memory needs some bytes of room: a MiB more than the next
 before = faults()
 torch.ones(64 << 18)
 print(faults() - before)
