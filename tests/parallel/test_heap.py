@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-# Page faults of a tensor that fits where one was freed, then the growth of the process, in pages, over tensors
-# of one size, each freed before the next.
+# Page faults of a tensor that fits where one was freed, then the growth of the process, in pages, over
+# tensors of one size, each freed before the next.
 PROGRAM = """
 import resource
 from pathlib import Path
