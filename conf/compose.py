@@ -72,7 +72,11 @@ class VariantLoader(ConfigLoaderImpl):
     ) -> Any:
         raw = super().load_configuration(config_name, overrides, *more, **named)
         for key in [override.partition("=")[0].lstrip("+~") for override in overrides]:
-            self.layers.origins.pop(key, None)  # no file's any more
+            if self.repository.group_exists(key):
+                continue  # a choice of file
+            parts = key.split(".")
+            for length in range(1, len(parts) + 1):  # no file's any more, nor the sections around it
+                self.layers.origins.pop(".".join(parts[:length]), None)
         return raw
 
     def _load_single_config(self, default: Any, repo: Any) -> Any:

@@ -4,7 +4,6 @@ import csv
 import glob
 import gzip
 import json
-import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
@@ -121,9 +120,10 @@ def from_tensorboard(path: Path) -> Iterator[Observation]:
 def observation(step: Any, loss: Any, norm: Any, where: str) -> Observation:
     """One attempt from text or numbers; NaN and Infinity are values, an empty one is unknown."""
     values = [number(value, where) for value in (step, loss, norm)]
-    if values[0] is None or not math.isfinite(values[0]):
-        raise ValueError(f"{where}: {step!r} is no step")
-    return Observation(int(values[0]), values[1], values[2])
+    count = values[0]
+    if count is None or not count.is_integer():  # NaN and infinity are no integers either
+        raise ValueError(f"{where}: {step!r} is no step, which is a whole number")
+    return Observation(int(count), values[1], values[2])
 
 
 def number(value: Any, where: str) -> float | None:

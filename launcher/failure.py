@@ -8,6 +8,7 @@ import contextlib
 import json
 import logging
 import os
+import queue
 import select
 import sys
 import threading
@@ -25,6 +26,8 @@ from launcher.heartbeat import KINDS, Finding
 from launcher.log import discard_logs, log_traceback
 from launcher.rundirectory import RunDirectory
 from parallel.errors import OtherRankFailed, connection_lost
+
+log = logging.getLogger(__name__)
 
 DONE, FAILED, WRONG_INPUT = 0, 1, 2
 KEY = "megamodel/first-error"
@@ -231,9 +234,15 @@ class FailureWatch:
                     continue
                 first = Report(**json.loads(store.get(KEY)))
             except Exception as error:
-                # The store's process is gone without a word; one that is about to end well has time to.
+                renewed = self._renewed()
+                # One that is about to end well has time to.
                 if self._over.wait(self._grace):
                     return
+                with contextlib.suppress(queue.Empty):
+                    store = renewed.get_nowait()
+                    log.warning(f"a connection to the rendezvous store has failed and was renewed ({error})")
+                    continue
+                # The store's process is gone without a word.
                 message = f"lost the rendezvous store; its process has ended ({type(error).__name__})"
                 gone = self._heart.blame() if self._heart is not None else None
                 first = self._found(gone) if gone else self._report(ConnectionError(message), begun=True)
@@ -247,9 +256,23 @@ class FailureWatch:
             self._give_up(first, store)
             return
 
+    def _renewed(self) -> "queue.SimpleQueue[Store]":
+        """Where a new connection will be, once it answers: one that breaks is no store that is gone."""
+        found: queue.SimpleQueue[Store] = queue.SimpleQueue()
+
+        def attempt() -> None:
+            with contextlib.suppress(Exception):
+                store = self._connect()
+                store.check([KEY])
+                found.put(store)
+
+        # Of a store that is gone the attempt would last for minutes.
+        threading.Thread(target=attempt, name="failure-watch-renewal", daemon=True).start()
+        return found
+
     def _give_up(self, first: Report, store: Store | None) -> None:
         """Say the first error and end this process, whatever its main thread does."""
-        logging.getLogger(__name__).error(first.line(), extra={"file_only": True})
+        log.error(first.line(), extra={"file_only": True})
         if self._heart is not None and first.type in KINDS:
             self._heart.write_stacks(first.message)
             # Not before all have written theirs: the end of one breaks the connections of others.

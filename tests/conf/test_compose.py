@@ -174,6 +174,14 @@ def test_wrong_keys_of_a_file_are_named_with_the_file(folder: Path) -> None:
     ]
 
 
+def test_a_section_is_a_file_s_fault_only_when_all_of_it_is_the_file_s(folder: Path) -> None:
+    (folder / "model" / "odd.yaml").write_text("width: 17\n")
+    message = "model.width (17) must be even; use 18"
+    assert refused(folder, "model=odd", "optim.lr=1") == [f"{message} (in {folder / 'model' / 'odd.yaml'})"]
+    assert refused(folder, "model.width=17") == [message]
+    assert refused(folder, "model.position.base=1", "model.width=17") == [message]
+
+
 @pytest.mark.parametrize(
     ("argument", "message"),
     [

@@ -130,6 +130,38 @@ def test_another_rank_ends_when_one_fails(tmp_path: Path, capsys: pytest.Capture
     assert json.loads(directory.error_file.read_text())["rank"] == 1
 
 
+def test_a_connection_that_breaks_is_renewed_and_the_run_goes_on(tmp_path: Path) -> None:
+    """The watching connection of rank 0 fails once it is used; later rank 1's error still arrives."""
+    master, directory = store(0, master=True), RunDirectory(tmp_path)
+    ended, renewed, codes = threading.Event(), threading.Event(), []
+
+    class Broken:
+        def check(self, keys: list[str]) -> bool:
+            raise ConnectionResetError("reset by peer")
+
+    connections: list[Any] = [store(master.port), Broken()]  # the main thread's, and the watch's
+
+    def connect() -> Any:
+        if connections:
+            return connections.pop(0)
+        renewed.set()
+        return store(master.port)
+
+    def end(code: int) -> None:
+        codes.append(code)
+        ended.set()
+
+    options = {"interval_seconds": 0.01, "grace_seconds": 2.0, "end": end}
+    with FailureWatch(connect, rank=0, world_size=2, directory=directory, **options):
+        assert renewed.wait(20)
+        assert not ended.wait(3) and not codes
+        with pytest.raises(RankFailure), watch(master, 1, directory):
+            raise RuntimeError("boom")
+        assert ended.wait(20)
+    assert codes == [1]
+    assert json.loads(directory.error_file.read_text())["message"] == "boom"
+
+
 def test_an_error_that_follows_from_another_is_not_the_first(tmp_path: Path) -> None:
     master, directory = store(0, master=True), RunDirectory(tmp_path)
     with pytest.raises(RankFailure), watch(master, 1, directory, grace_seconds=0.0):

@@ -151,6 +151,8 @@ def test_round_numbers_on_the_axes() -> None:
         ("a.csv", "time,value\n1,2\n", "the first line must be step,loss[,grad_norm]; it is time,value"),
         ("a.csv", "step,loss\n1,2\n2,x\n", "a.csv:3: 'x' is not a number"),
         ("a.csv", "step,loss\n,2\n", "a.csv:2: '' is no step"),
+        ("a.csv", "step,loss\n1.5,2\n", "a.csv:2: '1.5' is no step, which is a whole number"),
+        ("a.csv", "step,loss\nnan,2\n", "a.csv:2: 'nan' is no step"),
         ("a.csv", "", "the first line must be step,loss"),
         ("a.jsonl", '{"step": 1, "loss": 2}\n[1\n{"step": 2, "loss": 2}\n', "a.jsonl:2: not a JSON object"),
         ("a.csv.gz", "no gzip", "a.csv.gz: Not a gzipped file"),
