@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from conf.typed import config, setting, union
 from megamodel.kernels import reference
 from megamodel.rope_scaling import VARYING, Scaling, Unscaled, frequencies, regime
+from parallel.lookup import rows_of
 from parallel.piece import Fill, Piece, tag
 from parallel.tensor import Heads, TensorParallel, by_heads, replicated
 
@@ -243,7 +244,7 @@ class Learned(Position):
                 f"position {most} is beyond model.position.max_positions ({self.settings.max_positions}): "
                 "learned positions end there"
             )
-        return x + nn.functional.embedding(positions + self.settings.offset, self.weight).to(x.dtype)
+        return x + rows_of(positions + self.settings.offset, self.weight).to(x.dtype)
 
 
 def alibi_slopes(n_heads: int) -> Tensor:

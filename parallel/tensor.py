@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parallel.collectives import copy_to, gather_sequence, reduce_from, scatter_sequence
+from parallel.lookup import rows_of
 from parallel.mesh import SINGLE, Group
 from parallel.piece import Fill, Piece, tag
 from parallel.product import Product, entered
@@ -244,10 +245,10 @@ class VocabularyMatrix(nn.Module):
     def embed(self, tokens: Tensor) -> Tensor:
         """tokens (B, S) -> (B, S, D), or (B, S / tp, D) under sequence parallelism."""
         if self.parallel.group.size == 1:
-            return F.embedding(tokens, self.weight)
+            return rows_of(tokens, self.weight)
         local = tokens - self.shard.start
         ours = (local >= 0) & (local < self.shard.rows)
-        x = F.embedding(local.clamp(0, self.shard.rows - 1), self.weight)
+        x = rows_of(local.clamp(0, self.shard.rows - 1), self.weight)
         return self.parallel.leave(x * ours.unsqueeze(-1))
 
 

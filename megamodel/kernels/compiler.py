@@ -52,5 +52,5 @@ def counted() -> Compiled:
     """What was compiled so far."""
     from torch._dynamo.utils import counters  # costs a second at the start of what compiles nothing
 
-    limit = any("recompile_limit" in str(reason) for reason in counters["graph_break"])
+    limit = any("recompile_limit" in str(reason) for reason in counters["unimplemented"])
     return Compiled(counters["stats"]["unique_graphs"], sum(counters["graph_break"].values()), limit)
