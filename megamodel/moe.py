@@ -15,6 +15,7 @@ from conf.typed import config, setting, union
 from megamodel.activation import ACTIVATIONS, gating
 from megamodel.auxiliary import Auxiliary, attach
 from megamodel.feedforward import FeedForward
+from parallel.lookup import rows_of
 from parallel.piece import Fill, Piece, tag
 from parallel.tensor import InnerLinear, Product, TensorParallel, replicated
 
@@ -243,7 +244,7 @@ class Experts(nn.Module):
         y = torch.where((expert < self.count).unsqueeze(-1), y, 0.0)
         y = y * torch.where(ours, weights, 0.0).flatten()[order].to(x.dtype).unsqueeze(-1)
         # Back into the order of the tokens: a sum over k, in the same order each time.
-        return torch.zeros_like(y).index_copy(0, order, y).view(*chosen.shape, -1).sum(1)
+        return torch.zeros_like(y).index_copy(0, order, y).view(*chosen.shape, y.shape[-1]).sum(1)
 
     def _groups(self, x: Tensor, expert: Tensor, ends: Tensor) -> Tensor:
         """x (n, D) in the order of `expert` (n), which end at `ends` -> (n, D); others' rows: anything."""
@@ -257,11 +258,11 @@ class Experts(nn.Module):
         ends = ends.to(torch.int32)
         h = F.grouped_mm(torch.where(mine, x, 0.0), self.inner.transpose(-1, -2), offs=ends)
         if self.inner_bias is not None:
-            h = h + self.inner_bias.view(self.count, -1)[row]
+            h = h + rows_of(row, self.inner_bias.view(self.count, -1))
         h = torch.where(mine, h, 0.0)
         h = self.gate(*h.chunk(2, dim=-1)) if self.gated else self.activation(h)
         y = F.grouped_mm(torch.where(mine, h, 0.0), self.down.transpose(-1, -2), offs=ends)
-        return y if self.down_bias is None else y + self.down_bias.view(self.count, -1)[row]
+        return y if self.down_bias is None else y + rows_of(row, self.down_bias.view(self.count, -1))
 
     @property
     def fits_groups(self) -> bool:

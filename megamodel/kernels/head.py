@@ -17,6 +17,7 @@ from parallel.mesh import SINGLE, Group
 
 # Of logits, where nothing is asked for. On a GPU large chunks: each reads the whole matrix and its gradient.
 WORKSPACE_BYTES = {"cpu": 128 << 20, "cuda": 384 << 20}
+MOST_ROUNDED = 8  # chunks whose gradients of the matrix may be added up in 16 bit, each sum rounded
 CACHE_BYTES = 1 << 20  # fp32 numbers of a few rows that are worked on while they lie in a CPU's cache
 
 
@@ -152,12 +153,8 @@ class _Work:
         self.bias = None if bias is None else bias[: head.count].to(self.compute)
         needs_x, needs_weight, needs_bias = gradients
         self.of_x = torch.empty_like(x) if needs_x else None
-        # By the padded rows, which are as many on every rank: all must come to the same collectives.
         workspace = how.workspace_bytes or WORKSPACE_BYTES[x.device.type]
-        self.chunk = max(1, workspace // (self.compute.itemsize * weight.shape[0]))
-        # Adding up many 16-bit chunks in 16 bit would lose digits; one is exact, and few large ones are rare.
-        several = self.chunk < x.shape[0] and head.count * x.shape[1] * 4 <= workspace
-        summed = torch.float32 if several else self.compute
+        self.chunk, summed = self._plan(x, weight.shape[0], workspace)
         self.whole = weight.new_empty(weight.shape, dtype=summed) if needs_weight else None
         if self.whole is not None:
             self.whole[head.count if x.shape[0] else 0 :].zero_()  # the first chunk writes the rest
@@ -165,6 +162,22 @@ class _Work:
         self.of_bias = (
             bias.new_zeros(bias.shape, dtype=torch.float32) if needs_bias and bias is not None else None
         )
+
+    def _plan(self, x: Tensor, rows: int, workspace: int) -> tuple[int, torch.dtype]:
+        """(tokens of a chunk, what the matrix's gradient is added up in).
+
+        By the padded rows, which are as many on every rank: all must come to the same collectives.
+        """
+        line = self.compute.itemsize * rows
+        chunk = max(1, workspace // line)
+        if chunk >= x.shape[0] or self.compute == torch.float32:
+            return chunk, self.compute
+        # Several 16-bit chunks: the sum in fp32 is part of the workspace where it leaves room for chunks. A
+        # larger one is memory beside it, which is saved where few sums are rounded.
+        of_sum = 4 * rows * x.shape[1]
+        if of_sum <= workspace // 2:
+            return max(1, (workspace - of_sum) // line), torch.float32
+        return chunk, self.compute if -(-x.shape[0] // chunk) <= MOST_ROUNDED else torch.float32
 
     def run(self, part: slice, targets: Tensor, coefficient: Tensor, z_weight: float) -> Tensor:
         """(3, n): loss, log Z and largest logit of the tokens of a chunk; gradients are added up aside."""
