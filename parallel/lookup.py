@@ -13,8 +13,8 @@ HALVES = (torch.bfloat16, torch.float16)
 def rows_of(numbers: Tensor, weight: Tensor) -> Tensor:
     """weight (V, D) at numbers (...), each in 0 .. V - 1 -> (..., D).
 
-    On a CPU torch adds up the gradient of a 16-bit matrix in 16 bit: in bf16 a row that is looked up more than
-    256 times gets no more (256 + 1 is 256). Here it is summed in fp32 and rounded once. On a GPU torch does so.
+    On a CPU torch adds up the gradient of a 16-bit matrix in 16 bit: in bf16 a row that is looked up more
+    than 256 times gets no more (256 + 1 is 256). Here it is summed in fp32 and rounded once.
     """
     if weight.dtype in HALVES and not weight.is_cuda:
         return _Lookup.apply(numbers, weight)  # type: ignore[no-any-return]

@@ -46,5 +46,5 @@ def relative_error(workspace_bytes: int) -> float:
     ],
 )
 def test_the_number_of_chunks_costs_no_digits(workspace_bytes: int) -> None:
-    # bf16 logits and their gradients are off by 2^-9, independently; eight rounded sums by 2^-9 of what is there.
+    # bf16 logits and their gradients are off by 2^-9, independently; eight rounded sums by 2^-9 each.
     assert relative_error(workspace_bytes) < 2**-7
