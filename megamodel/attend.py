@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megamodel.dropout import KeyedDropout
-from megamodel.kernels import flex
+from megamodel.kernels import flex, rebuilt
 from megamodel.kernels.reference import wide
 from parallel.outside import Outside
 
 QUERIES = 256  # of one block where scores are made a block at a time
 
 Sparse = Literal["none", "strided", "fixed"]
-Backend = Literal["whole", "sdpa", "blocked", "flex"]
+Backend = Literal["whole", "sdpa", "blocked", "flex", "rebuilt"]
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,8 @@ class Attend(nn.Module):
 
     backend: whole, the definition with all scores in memory; sdpa, torch's own where it has the form, with
     a mask of S x S where it needs one; blocked, 256 queries at a time with the keys that they see, whole
-    documents at a time, memory linear in S; flex, torch's flex_attention on a GPU, linear too.
+    documents at a time, memory linear in S; flex, torch's flex_attention on a GPU, linear too; rebuilt, as
+    blocked, but plain rows in 16 bit have a backward pass for torch.compile.
     """
 
     def __init__(
@@ -150,7 +151,8 @@ class Attend(nn.Module):
             else:
                 out = self._explicit_blocks(q, k, v, positions, samples, bias, sinks)
         elif self._plain(q.shape[2]):
-            out = causal(q, k, v, self.scale)
+            again = self.backend == "rebuilt" and torch.is_grad_enabled() and rebuilt.fits(q, v)
+            out = (rebuilt.attention if again else causal)(q, k, v, self.scale)
         elif self.backend == "sdpa":
             out = masked(q, k, v, self._mask(positions, None), self.scale)
         elif self.documents and not q.is_cuda:
