@@ -403,8 +403,9 @@ class TransformerXL(Position):
         u, v = (x.float().view(heads, self.width) for x in (self.u, self.v))
         far = torch.einsum("bshe,nhe->bhsn", q.float() + v, r)
         far = far.gather(-1, distance[:, None].expand(-1, heads, -1, -1))
-        repeated = k.float().repeat_interleave(heads // k.shape[2], 2)
-        return (torch.einsum("he,bnhe->bhn", u, repeated)[:, :, None] + far) * scale
+        # The query heads of a key/value head stand beside each other: no key is repeated.
+        content = torch.einsum("kge,bnke->bkgn", u.view(k.shape[2], -1, self.width), k.float()).flatten(1, 2)
+        return (content[:, :, None] + far) * scale
 
 
 PositionConfig = Annotated[

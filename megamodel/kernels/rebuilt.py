@@ -1,8 +1,9 @@
 """Causal attention for compiled blocks on a CPU: torch's own forward pass, scores made again in backward.
 
-For 16-bit rows torch's backward pass of attention takes several times as long as the products that are in it. As
-a few batched products for a block of queries, with all between them in the kernels of torch.compile, it takes
-half; not compiled, longer. B batch, S sequence, H query heads, K key/value heads (H a multiple of K), E width.
+For 16-bit rows torch's backward pass of attention takes several times as long as the products that are in it.
+As a few batched products for a block of queries, with all between them in the kernels of torch.compile, it
+takes half; not compiled, longer. B batch, S sequence, H query heads, K key/value heads (H a multiple of K), E
+width.
 """
 
 import torch
