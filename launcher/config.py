@@ -18,6 +18,7 @@ from launcher.sections import DEFAULT_STEPS, Evaluate, Fault, Run, Sample, Stati
 from launcher.sinks import Sinks
 from megamodel.config import Model
 from megamodel.data.config import Data
+from megamodel.forced import forced_problems, tokens_problem
 from megamodel.kernels.config import Kernels
 from megamodel.moe import Routed
 from megamodel.optim import Cosine, LearningRate, Optim, Schedule, resolve, updates
@@ -71,7 +72,12 @@ class Config:
     format: Format = setting("text", on_resume="free", help=FORMAT_HELP)
 
     def __post_init__(self) -> None:
-        problems = [*layout_problems(self), *data_problems(self), *monitor_problems(self)]
+        problems = [
+            *layout_problems(self),
+            *data_problems(self),
+            *monitor_problems(self),
+            *forced_problems(self.kernels, self.model, tp=self.parallel.tp),
+        ]
         if problems:
             raise InvalidConfiguration(problems)
 
@@ -219,6 +225,9 @@ def plan(tree: Config, *, world_size: int, cuda: bool) -> Plan:
     """Settle a configuration for `world_size` processes; ValueError says what does not fit."""
     data_size = data_parallel_size(world_size, tp=tree.parallel.tp, pp=tree.parallel.pp)
     sizes = batches(tree.train, data_size=data_size)
+    problem = tokens_problem(tree.kernels, sizes.micro_batch, tree.train.sequence_length)
+    if problem:
+        raise ValueError(problem)
     step_tokens = sizes.global_batch * tree.train.sequence_length
     steps = tree.train.steps or DEFAULT_STEPS
     if tree.train.tokens is not None:

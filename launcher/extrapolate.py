@@ -18,11 +18,10 @@ from checkpoints import manifest
 from checkpoints.files import LocalFiles
 from checkpoints.weights import load_weights
 from conf.typed import config, parse, setting
-from launcher.config import Config
 from launcher.curves import matching
 from launcher.failure import DONE
 from launcher.hardware import Hardware
-from launcher.opening import step_directory
+from launcher.opening import step_directory, trained_with
 from launcher.picture import overlay, save_png
 from launcher.tables import markdown, shown
 from megamodel.config import Model
@@ -99,7 +98,7 @@ def scored(tree: Extrapolate, path: Path, device: torch.device) -> Iterator[Row]
     """The rows of one run, from its newest checkpoint."""
     step = step_directory(path)
     content, _ = manifest.read(LocalFiles(), step)
-    trained = parse(Config, content.configuration)
+    trained = trained_with(content.configuration)
     length = trained.train.sequence_length
     contexts = sorted(set(tree.contexts)) or [length, 2 * length, 4 * length]
     texts = held_out(prepare_data(trained.data, trained.tokenizer), max(contexts), tree.documents)

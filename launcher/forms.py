@@ -43,8 +43,12 @@ def by_name(choices: Mapping[str, Choice]) -> dict[str, str]:
 
 
 def told(choices: Mapping[str, Choice]) -> str:
-    """Those that are not the plain ones, for people."""
-    return ", ".join(f"{name} {choice.form}" for name, choice in choices.items() if choice.form not in PLAIN)
+    """Those that are not the plain ones, for people, and what a faster form would need to be installed."""
+    text = ", ".join(f"{name} {choice.form}" for name, choice in choices.items() if choice.form not in PLAIN)
+    for why in dict.fromkeys(choice.lacks for choice in choices.values() if choice.lacks):
+        slow = [f"{choice.form} {name}" for name, choice in choices.items() if choice.lacks == why]
+        text += f"; {', '.join(slow)}: {why}"
+    return text
 
 
 def check_same(settled: Plan, mesh: Mesh, exchange: Exchange) -> None:

@@ -2,11 +2,12 @@
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -118,7 +119,7 @@ def open_weights(
         return Weights(model, path, model.beside.context, file, beside=model.beside)
     path = step_directory(path)
     content, _ = manifest.read(LocalFiles(), path)
-    tree = parse(Config, content.configuration)
+    tree = trained_with(content.configuration)
     context, beside = tree.train.sequence_length, beside_of(path)
     file = Path(tree.tokenizer.path).expanduser() if tree.tokenizer.path else None
     if content.extra.get(IMPORTED):
@@ -130,6 +131,11 @@ def open_weights(
     model = Transformer(tree.model, initial=False, parallel=parallel)
     load_weights(path, model)
     return Weights(model, path, context, file, None if content.extra.get(IMPORTED) else tree, beside)
+
+
+def trained_with(saved: Mapping[str, Any]) -> Config:
+    """The configuration of a checkpoint, for its weights: how they were computed and split says nothing."""
+    return parse(Config, {name: saved[name] for name in saved if name not in ("kernels", "parallel")})
 
 
 def tokenizer_of(weights: Weights, given: Path | None = None) -> tuple[Tokenizer, Path | None]:

@@ -2,7 +2,7 @@
 
 import importlib
 import importlib.util
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, Literal
 
@@ -30,6 +30,7 @@ POINTWISE = {
     "rotate": "rotation of queries and keys, with QK-norm before it",
     "gate": "activations and gates",
 }
+STAND_ALONE = ("norm", "gate")  # are outside of compiled blocks too: the last norm, the experts' gates
 LINEAR = (ColumnLinear, InnerLinear, RowLinear, Experts)
 
 
@@ -57,13 +58,14 @@ class Form:
 @dataclass(frozen=True)
 class Choice:
     """An operation, the form that is used, why, and all forms there are. beside_graphs: the form of what no
-    graph of torch.compile holds though blocks are compiled."""
+    graph of torch.compile holds though blocks are compiled. lacks: what software a faster form would need."""
 
     operation: str
     form: str
     why: str
     forms: tuple[Form, ...]
     beside_graphs: str | None = None
+    lacks: str | None = None
 
 
 def this_machine(device: torch.device) -> Machine:
@@ -94,7 +96,7 @@ def choose(settings: Kernels, machine: Machine, precision: Precision) -> dict[st
     found = (
         _products(machine, precision),
         _head(),
-        _kernel("entropy", "loss and gradient of a chunk of logits", machine, False),
+        _entropy(settings, machine),
         *(_kernel(name, what, machine, compiles) for name, what in POINTWISE.items()),
         _attention(machine),
         _experts(machine, precision),
@@ -104,8 +106,10 @@ def choose(settings: Kernels, machine: Machine, precision: Precision) -> dict[st
 
 
 def _forced(choice: Choice, wanted: str) -> Choice:
-    if wanted in ("auto", choice.form):
+    if wanted == "auto":
         return choice
+    if wanted == choice.form:
+        return replace(choice, beside_graphs=None, lacks=None)  # what is named holds everywhere
     form = next(form for form in choice.forms if form.name == wanted)
     if form.refused is not None:
         usable = ", ".join(form.name for form in choice.forms if form.refused is None)
@@ -133,19 +137,26 @@ def _products(machine: Machine, precision: Precision) -> Choice:
 
 
 def _kernel(operation: str, what: str, machine: Machine, compiles: bool) -> Choice:
-    refused = None if machine.cuda else "our kernels are for a GPU"
-    if machine.cuda and machine.triton:
-        refused = machine.triton
+    refused = machine.triton if machine.cuda else "our kernels are for a GPU"
     forms = (
         Form("plain", f"{what}: the definition, by torch"),
         Form("triton", "one kernel forward and one backward, nothing kept but its inputs", refused),
     )
     if compiles:
         why = "torch.compile makes one kernel of it and what stands around it"
-        return Choice(operation, "plain", why, forms, "plain" if refused else "triton")
+        beside = "plain" if refused else "triton"
+        return Choice(operation, "plain", why, forms, beside if operation in STAND_ALONE else None)
     if refused:
-        return Choice(operation, "plain", refused, forms)
+        return Choice(operation, "plain", refused, forms, lacks=refused if machine.cuda else None)
     return Choice(operation, "triton", "one pass over the memory instead of several", forms)
+
+
+def _entropy(settings: Kernels, machine: Machine) -> Choice:
+    choice = _kernel("entropy", "loss and gradient of a chunk of logits", machine, False)
+    if settings.head != "whole":
+        return choice
+    # Nobody's machine may matter for what is not computed: all ranks must come to the same.
+    return Choice("entropy", "plain", "kernels.head=whole makes no chunks of logits", choice.forms)
 
 
 def _head() -> Choice:
@@ -157,20 +168,22 @@ def _head() -> Choice:
 
 
 def _attention(machine: Machine) -> Choice:
-    no_gpu = None if machine.cuda else "torch has no backward pass of it on a CPU"
+    refused = machine.triton if machine.cuda else "torch has no backward pass of it on a CPU"
     forms = (
         Form("whole", "the definition: all scores in memory"),
         Form("sdpa", "torch's own, with a mask of S x S for windows and documents"),
         Form(
             "blocked", "torch's own; windows by blocks of queries, documents one by one; memory linear in S"
         ),
-        Form("flex", "flex_attention, compiled: windows, documents, soft caps, sinks; linear in S", no_gpu),
+        Form("flex", "flex_attention, compiled: windows, documents, soft caps, sinks; linear in S", refused),
     )
-    if machine.cuda:
+    if refused is None:
         why = (
             "blocks that see nothing are skipped; plain causal rows still go through torch's flash attention"
         )
         return Choice("attention", "flex", why, forms)
+    if machine.cuda:
+        return Choice("attention", "blocked", f"flex needs triton: {refused}", forms, lacks=refused)
     why = "nothing is computed between documents or beyond a window"
     return Choice("attention", "blocked", why, forms)
 
@@ -205,6 +218,9 @@ def chunked(choices: dict[str, Choice], settings: Kernels) -> Chunked | None:
 
 def equip(module: nn.Module, choices: dict[str, Choice]) -> None:
     """Give the parts of a model the forms that were chosen."""
+    blocks = [part for part in module.modules() if isinstance(part, Block)]
+    inside = {id(part) for block in blocks for part in block.modules()}
+    norm = choices["norm"]
     for part in module.modules():
         if isinstance(part, LINEAR):
             _equip_product(part, choices["products"].form)
@@ -216,8 +232,9 @@ def equip(module: nn.Module, choices: dict[str, Choice]) -> None:
             part.form = choices["experts"].form if fits else "sorted"  # type: ignore[assignment]
         if isinstance(part, Block) and choices["compile"].form == "block":
             part.compile_block()
-        if isinstance(part, Normalise) and choices["norm"].form == "triton":
-            part.form = _triton("norm")
+        if isinstance(part, Normalise):
+            form = norm.form if id(part) in inside else norm.beside_graphs or norm.form
+            part.form = _triton("norm") if form == "triton" else None
         if choices["rotate"].form == "triton":
             _equip_rotation(part)
         if isinstance(part, (FeedForward, Experts)) and choices["gate"].form == "triton":

@@ -40,6 +40,8 @@ class Parallel:
             raise ValueError(f"parallel.tp ({self.tp}) and parallel.pp ({self.pp}) must be at least 1")
         if self.recompute_every < 1:
             raise ValueError(f"parallel.recompute_every ({self.recompute_every}) must be at least 1")
+        if self.recompute_every > 1 and self.recompute == "none":
+            raise ValueError(nothing_recomputed(self.recompute_every))
         if self.bucket_bytes < 0:
             raise ValueError(
                 f"parallel.bucket_bytes ({self.bucket_bytes}) must be at least 0, which is: after backward"
@@ -59,3 +61,11 @@ class Parallel:
                 raise ValueError(
                     f"parallel.stage_layers {self.stage_layers}: each stage needs at least one block"
                 )
+
+
+def nothing_recomputed(every: int) -> str:
+    """Of every n-th block that is recomputed, where none is."""
+    return (
+        f"parallel.recompute_every ({every}) has no effect with parallel.recompute=none; use "
+        "parallel.recompute=block or attention, or parallel.recompute_every=1"
+    )

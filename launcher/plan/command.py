@@ -21,9 +21,10 @@ from launcher.sections import Train
 from megamodel.accounting import Flops, flops_per_token, parameter_count
 from megamodel.config import Model
 from megamodel.data.config import Data
+from megamodel.forced import forced_problems
 from megamodel.kernels.config import Kernels
 from megamodel.optim import Optim
-from parallel.config import BUCKET_BYTES, Parallel
+from parallel.config import BUCKET_BYTES, Parallel, nothing_recomputed
 
 
 @config
@@ -55,6 +56,8 @@ class PlannedSplit:
             raise ValueError(
                 f"parallel.recompute_every ({self.recompute_every}) must be at least 1; 1 is every block"
             )
+        if self.recompute_every > 1 and self.recompute == "none":
+            raise ValueError(nothing_recomputed(self.recompute_every))
         if self.bucket_bytes < 0:
             raise ValueError(
                 f"parallel.bucket_bytes ({self.bucket_bytes}) must be at least 0, which is: after backward"
@@ -107,7 +110,10 @@ class Plan:
             raise ValueError(f"tokens ({self.tokens}) must be above 0, such as 15e12")
         if self.picture is not None and Path(self.picture).suffix not in (".png", ".svg", ".html"):
             raise ValueError(f"picture={self.picture} must end in .png, .svg or .html")
-        problems = list(length_problems(Split(self.model, parse(Parallel, {}), self.train)))
+        problems = [
+            *length_problems(Split(self.model, parse(Parallel, {}), self.train)),
+            *forced_problems(self.kernels, self.model, tp=self.parallel.tp or 1),
+        ]
         if problems:
             raise InvalidConfiguration(problems)
 

@@ -150,7 +150,7 @@ class Planner:
                     accumulation=total // (size * dp),
                     sequence_parallel=sequence,
                     recompute=mode,
-                    recompute_every=wanted.recompute_every,
+                    recompute_every=1 if mode == "none" else wanted.recompute_every,
                     stage_layers=wanted.stage_layers,
                     overlaps=wanted.overlaps,
                     precision=self.precision,

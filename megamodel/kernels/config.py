@@ -57,3 +57,11 @@ class Kernels:
             raise ValueError(
                 f"kernels.workspace_bytes ({self.workspace_bytes}) must be at least 1048576 (1 MiB)"
             )
+        idle = [f"kernels.entropy={self.entropy}"] if self.entropy != "auto" else []
+        if self.workspace_bytes is not None:
+            idle.append(f"kernels.workspace_bytes={self.workspace_bytes}")
+        if self.head == "whole" and idle:
+            raise ValueError(
+                f"{' and '.join(idle)} would have no effect: kernels.head=whole makes no chunks of logits; "
+                "leave it out or use kernels.head=chunked"
+            )

@@ -14,7 +14,7 @@ from torchao.float8.float8_training_tensor import (  # type: ignore[import-not-f
     ScaledMMConfig,
 )
 
-MULTIPLE = 16  # what the units of a GPU ask of both sides of a product
+from megamodel.kernels.products import FLOAT8_MULTIPLE
 
 
 class Float8Product:
@@ -32,7 +32,7 @@ class Float8Product:
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         # The number of tokens is a side of the product that makes the weight's gradient.
-        if any(size % MULTIPLE for size in (*weight.shape, x.numel() // x.shape[-1])):
+        if any(size % FLOAT8_MULTIPLE for size in (*weight.shape, x.numel() // x.shape[-1])):
             return F.linear(x, weight, bias)
         y = matmul_with_hp_or_float8_args.apply(x, weight.t(), self.products, self.config)
         return y if bias is None else y + bias

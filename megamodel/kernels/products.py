@@ -9,6 +9,8 @@ from torch import Tensor
 
 from parallel.product import of_bias, of_input, of_weight, product
 
+FLOAT8_MULTIPLE = 16  # what the units of a GPU ask of both sides of an 8-bit product
+
 
 class _Widened(torch.autograd.Function):
     """For CPUs whose fp32 units are the faster ones. Only the 16-bit operands are kept for backward."""

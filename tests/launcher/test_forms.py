@@ -51,6 +51,27 @@ def test_what_stands_beside_compiled_graphs_counts_too() -> None:
     there = by_name(choose(compiles, gpu, "bf16"))
     without = by_name(choose(compiles, replace(gpu, triton="not installed"), "bf16"))
     assert there["gate"] == "plain (triton beside)" and without["gate"] == "plain (plain beside)"
+    assert there["norm"] == "plain (triton beside)"
+    assert there["rotate"] == "plain", "blocks alone turn anything"
+
+
+def test_a_whole_head_needs_no_form_of_what_it_does_not_do() -> None:
+    """kernels.entropy cannot be named beside it, so that nodes must not differ in it."""
+    gpu = Machine(cuda=True, matrix_units=False, triton=None, compiler=None)
+    machines = (gpu, replace(gpu, triton="not installed"))
+    assert {by_name(choose(Kernels(head="whole"), one, "bf16"))["entropy"] for one in machines} == {"plain"}
+
+
+def test_a_gpu_without_triton_says_once_what_is_slower_and_the_way_out() -> None:
+    why = "triton is not installed; pip install 'megamodel[gpu]'"
+    gpu = Machine(cuda=True, matrix_units=False, triton=why, compiler=why)
+    said = forms.told(choose(Kernels(), gpu, "bf16"))
+    assert said == (
+        "head chunked, attention blocked, experts grouped; plain entropy, plain norm, plain rotate, "
+        f"plain gate, blocked attention: {why}"
+    )
+    for silent in (replace(gpu, triton=None), replace(gpu, cuda=False)):
+        assert why not in forms.told(choose(Kernels(), silent, "bf16"))
 
 
 def checked(odd: bool) -> str:

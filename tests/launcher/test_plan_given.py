@@ -103,6 +103,14 @@ def test_recomputing_every_0th_block_is_refused(value: int, capsys: pytest.Captu
     assert parse(PlannedSplit, {"recompute_every": 2}).recompute_every == 2
 
 
+def test_what_is_searched_is_what_training_accepts() -> None:
+    """Every second block of none is refused there."""
+    given = ("parallel.recompute_every=2", "parallel.tp=1", "parallel.pp=1", "gpus=1")
+    layouts = [x.layout for x in made(composed("model=tiny", "hardware=h100", *given)).found]
+    modes = {(layout.recompute, layout.recompute_every) for layout in layouts}
+    assert modes == {("none", 1), ("block", 2), ("attention", 2)}
+
+
 def test_a_bucket_of_less_than_nothing_is_refused_and_the_defaults_are_those_of_training(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -3,6 +3,8 @@
 import importlib.util
 import os
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,16 +12,20 @@ import torch
 
 from conf.typed import parse
 from launcher.__main__ import main
+from megamodel import choose as choose_module
+from megamodel.block import Block
 from megamodel.choose import Machine, choose, chunked, equip, this_machine
 from megamodel.config import Model
 from megamodel.kernels.config import Kernels
 from megamodel.kernels.head import linear_cross_entropy
 from megamodel.model import Transformer
+from megamodel.norm import Normalise
 
 NO_TRITON = "triton is not installed; pip install 'megamodel[gpu]'"
 CPU = Machine(cuda=False, matrix_units=False, triton=NO_TRITON, compiler=None)
 GPU = Machine(cuda=True, matrix_units=False, triton=None, compiler=None)
 AMX = replace(CPU, matrix_units=True)
+NAKED = replace(GPU, triton=NO_TRITON, compiler=NO_TRITON)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +47,8 @@ AMX = replace(CPU, matrix_units=True)
         ),
         (GPU, "fp32", {}, {"experts": "sorted", "rotate": "triton"}),
         (GPU, "bf16", {"compile": "block"}, {"norm": "plain", "gate": "plain", "entropy": "triton"}),
-        (replace(GPU, triton=NO_TRITON), "bf16", {}, {"norm": "plain", "entropy": "plain"}),
+        (NAKED, "bf16", {}, {"norm": "plain", "entropy": "plain", "attention": "blocked"}),
+        (GPU, "bf16", {"head": "whole"}, {"entropy": "plain", "norm": "triton"}),
         (AMX, "bf16", {"products": "widened"}, {"products": "widened"}),
         (CPU, "fp32", {"compile": "block"}, {"compile": "block"}),
     ],
@@ -57,7 +64,8 @@ def test_what_is_chosen(machine: Machine, precision: Any, settings: Any, expecte
     [
         (CPU, {"attention": "flex"}, "attention=flex is not possible here: torch has no backward"),
         (CPU, {"norm": "triton"}, "norm=triton is not possible here: our kernels are for a GPU"),
-        (replace(GPU, triton=NO_TRITON), {"gate": "triton"}, "pip install 'megamodel"),
+        (NAKED, {"gate": "triton"}, "pip install 'megamodel"),
+        (NAKED, {"attention": "flex"}, "attention=flex is not possible here: triton is not installed"),
         (CPU, {"experts": "grouped"}, "grouped products need bf16 on a GPU; use auto or loop, sorted"),
         (replace(CPU, compiler="no compiler"), {"compile": "block"}, "compile=block .*: no compiler; use"),
         (CPU, {"products": "widened"}, "the numbers are fp32 already"),
@@ -67,6 +75,59 @@ def test_what_is_chosen(machine: Machine, precision: Any, settings: Any, expecte
 def test_what_is_impossible_is_refused(machine: Machine, settings: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         choose(parse(Kernels, settings), machine, "fp32")
+
+
+def test_a_gpu_without_triton_says_why_attention_is_blocked() -> None:
+    assert choose(Kernels(), NAKED, "bf16")["attention"].why == f"flex needs triton: {NO_TRITON}"
+
+
+def test_what_lacks_software_is_known_where_a_faster_form_needs_it() -> None:
+    slower = {c.operation for c in choose(Kernels(), NAKED, "bf16").values() if c.lacks == NO_TRITON}
+    assert slower == {"entropy", "norm", "rotate", "gate", "attention"}
+    named = choose(Kernels(norm="plain", attention="blocked", head="whole"), NAKED, "bf16")
+    assert {c.operation for c in named.values() if c.lacks} == {"rotate", "gate"}
+    # A CPU has no faster ones, whatever is installed; float8 is for who asks for it.
+    assert not any(c.lacks for machine in (CPU, GPU) for c in choose(Kernels(), machine, "bf16").values())
+
+
+@pytest.mark.parametrize("form", ["plain", "triton"])
+def test_a_form_that_is_named_holds_beside_compiled_blocks_too(form: Any) -> None:
+    automatic = choose(Kernels(compile="block"), GPU, "bf16")
+    assert {n: c.beside_graphs for n, c in automatic.items() if c.beside_graphs} == {
+        "norm": "triton",
+        "gate": "triton",
+    }
+    named = choose(Kernels(compile="block", gate=form, norm=form), GPU, "bf16")
+    assert {(named[n].form, named[n].beside_graphs) for n in ("norm", "gate")} == {(form, None)}
+
+
+def ours(module: torch.nn.Module) -> set[str]:
+    """Where our kernels of norms and gates would run."""
+    norms = {n for n, p in module.named_modules() if isinstance(p, Normalise) and p.form is not None}
+    gates = {n for n, p in module.named_modules() if isinstance(getattr(p, "gate", None), partial)}
+    return norms | gates
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"compile": "block"}, {"1.norm", "3.norm", "2.feed.inner.experts"}),
+        ({"compile": "block", "gate": "plain"}, {"1.norm", "3.norm"}),
+        ({"compile": "block", "norm": "plain", "gate": "plain"}, set()),
+        ({"compile": "block", "norm": "plain"}, {"2.feed.inner.experts"}),
+        ({}, {"1.norm", "3.norm", "2.attend.before", "2.feed.before", "2.feed.inner.experts"}),
+    ],
+)
+def test_what_stands_outside_of_compiled_blocks_has_our_kernels(
+    settings: dict[str, Any], expected: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The embedding's norm and the last one, and experts, which are never compiled."""
+    fake = SimpleNamespace(**dict.fromkeys(("activate", "gate", "rotate", "norm_rotate"), torch.relu))
+    monkeypatch.setattr(choose_module, "_triton", lambda operation: fake)
+    monkeypatch.setattr(Block, "compile_block", lambda block: None)
+    model = {**MODELS["experts"], "embedding": {"norm": True}, "n_layers": 1}
+    choices = choose(parse(Kernels, settings), GPU, "bf16")
+    assert ours(small(model, choices).layers) == expected
 
 
 @pytest.mark.parametrize("machine", [CPU, GPU])
@@ -126,7 +187,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def objective_and_gradients(model: dict[str, Any], choices: Any, forms: Kernels) -> list[torch.Tensor]:
+def small(model: dict[str, Any], choices: Any) -> Transformer:
     usual = {
         "vocab_size": 97,
         "d_model": 32,
@@ -134,7 +195,11 @@ def objective_and_gradients(model: dict[str, Any], choices: Any, forms: Kernels)
         "attention": {"n_heads": 4, "n_kv_heads": 2, "head_width": 8},
         "feedforward": {"d_ff": 48},
     }
-    module = Transformer(parse(Model, usual | model), equip=lambda part: equip(part, choices))
+    return Transformer(parse(Model, usual | model), equip=lambda part: equip(part, choices))
+
+
+def objective_and_gradients(model: dict[str, Any], choices: Any, forms: Kernels) -> list[torch.Tensor]:
+    module = small(model, choices)
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(97, (2, 12), generator=generator)
     targets = torch.randint(97, (2, 12), generator=generator)
@@ -152,10 +217,10 @@ def objective_and_gradients(model: dict[str, Any], choices: Any, forms: Kernels)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_with_our_kernels_is_the_same(name: str) -> None:
     plain, forms = choose(Kernels(), CPU, "fp32"), Kernels()
-    ours = choose(Kernels(attention="blocked"), GPU, "fp32")
-    assert {ours[n].form for n in ("norm", "rotate", "gate", "entropy")} == {"triton"}
+    triton = choose(Kernels(attention="blocked"), GPU, "fp32")
+    assert {triton[n].form for n in ("norm", "rotate", "gate", "entropy")} == {"triton"}
     expected = objective_and_gradients(MODELS[name], plain, forms)
-    found = objective_and_gradients(MODELS[name], ours, forms)
+    found = objective_and_gradients(MODELS[name], triton, forms)
     assert len(found) == len(expected)
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5 * float(b.abs().max()))
