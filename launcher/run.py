@@ -334,6 +334,7 @@ def build_engine(settled: Plan, mesh: Mesh) -> Engine:
             group=mesh.tp,
             consume=True,
             chunked=chunked(choices, config.kernels),
+            widened=choices["products"].form == "widened",
         ),
         mesh=mesh,
         make_optimizer=lambda module: adamw(module, config.optim),

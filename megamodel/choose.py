@@ -98,7 +98,7 @@ def choose(settings: Kernels, machine: Machine, precision: Precision) -> dict[st
         _head(),
         _entropy(settings, machine),
         *(_kernel(name, what, machine, compiles) for name, what in POINTWISE.items()),
-        _attention(machine),
+        _attention(machine, precision, compiles),
         _experts(machine, precision),
         _compile(machine),
     )
@@ -167,7 +167,7 @@ def _head() -> Choice:
     return Choice("head", "chunked", "least memory, and a product less than making logits twice", forms)
 
 
-def _attention(machine: Machine) -> Choice:
+def _attention(machine: Machine, precision: Precision, compiles: bool) -> Choice:
     refused = machine.triton if machine.cuda else "torch has no backward pass of it on a CPU"
     forms = (
         Form("whole", "the definition: all scores in memory"),
@@ -176,16 +176,34 @@ def _attention(machine: Machine) -> Choice:
             "blocked", "torch's own; windows by blocks of queries, documents one by one; memory linear in S"
         ),
         Form("flex", "flex_attention, compiled: windows, documents, soft caps, sinks; linear in S", refused),
+        Form(
+            "rebuilt",
+            "as blocked; the backward pass of plain rows makes their scores again, in compiled products",
+            _not_rebuilt(machine, precision, compiles),
+        ),
     )
-    if refused is None:
+    usable = {form.name for form in forms if form.refused is None}
+    if "flex" in usable:
         why = (
             "blocks that see nothing are skipped; plain causal rows still go through torch's flash attention"
         )
         return Choice("attention", "flex", why, forms)
     if machine.cuda:
         return Choice("attention", "blocked", f"flex needs triton: {refused}", forms, lacks=refused)
+    if "rebuilt" in usable:
+        why = "torch's own backward pass of plain rows in 16 bit takes twice as long"
+        return Choice("attention", "rebuilt", why, forms)
     why = "nothing is computed between documents or beyond a window"
     return Choice("attention", "blocked", why, forms)
+
+
+def _not_rebuilt(machine: Machine, precision: Precision, compiles: bool) -> str | None:
+    """Why torch's own backward pass of attention is no slower here; None where it is."""
+    if machine.cuda:
+        return "torch's own backward pass is faster on a GPU"
+    if precision != "bf16" or not machine.matrix_units:
+        return "it is for products of 16-bit numbers, on a CPU that has units for them"
+    return None if compiles else "it is faster only in compiled blocks: kernels.compile=block"
 
 
 def _experts(machine: Machine, precision: Precision) -> Choice:

@@ -99,7 +99,8 @@ class Loss:
     weight x sum over valid tokens of (cross-entropy + z_weight (log Z)^2). With weight = micro-batches x
     dp / N, N the valid tokens of the global batch, DeepSpeed's two means make this the token mean. In place
     of logits it takes what they are made of: with `chunked` it never holds all of them, without it they are
-    made by the definition. consume: see cross_entropy; for logits that nobody looks at again.
+    made by the definition, widened: with 16-bit operands multiplied in fp32. consume: see cross_entropy;
+    for logits that nobody looks at again.
     """
 
     def __init__(
@@ -110,12 +111,14 @@ class Loss:
         group: Group = SINGLE,
         consume: bool = False,
         chunked: Chunked | None = None,
+        widened: bool = False,
     ) -> None:
         self.z_weight = z_weight
         self.start = start
         self.group = group
         self.consume = consume
         self.chunked = chunked
+        self.widened = widened
         self.reset()
 
     def reset(self) -> None:
@@ -130,7 +133,7 @@ class Loss:
         targets, weight = labels
         if isinstance(made, Projection) and self.chunked is not None:
             return self._fused(made, targets, weight)
-        logits = made.logits() if isinstance(made, Projection) else made
+        logits = made.logits(widened=self.widened) if isinstance(made, Projection) else made
         loss, log_z, largest = cross_entropy(
             logits, targets, start=self.start, group=self.group, consume=self.consume
         )

@@ -36,10 +36,11 @@ class Kernels:
     gate: Literal["auto", "plain", "triton"] = setting(
         "auto", on_resume="free", help="activations and gates: in torch, or our kernels"
     )
-    attention: Literal["auto", "whole", "sdpa", "blocked", "flex"] = setting(
+    attention: Literal["auto", "whole", "sdpa", "blocked", "flex", "rebuilt"] = setting(
         "auto",
         on_resume="free",
-        help="all scores in memory; torch's own with masks; blocks of queries; torch's flex_attention (GPU)",
+        help="all scores in memory; torch's own with masks; blocks of queries; torch's flex_attention (GPU); "
+        "blocks, with plain rows' scores made again in backward (compiled, bf16, CPU)",
     )
     experts: Literal["auto", "loop", "sorted", "grouped"] = setting(
         "auto",

@@ -54,11 +54,13 @@ class Projection(NamedTuple):
     x: Tensor
     output: OutputMatrix
 
-    def logits(self) -> Tensor:
-        """(B, S, v) by the definition."""
-        rows, bias = self.output.rows, self.output.bias
-        bias = None if bias is None else bias[: rows.count]
-        logits = F.linear(self.x, self.output.weight[: rows.count], bias)
+    def logits(self, *, widened: bool = False) -> Tensor:
+        """(B, S, v) by the definition; widened: 16-bit operands are multiplied in fp32, and it stays fp32."""
+        x, rows, bias = self.x, self.output.rows, self.output.bias
+        weight, bias = self.output.weight[: rows.count], None if bias is None else bias[: rows.count]
+        if widened:
+            x, weight, bias = x.float(), weight.float(), None if bias is None else bias.float()
+        logits = F.linear(x, weight, bias)
         if rows.scale != 1:
             logits = logits * rows.scale
         if rows.softcap is not None:

@@ -50,7 +50,12 @@ NAKED = replace(GPU, triton=NO_TRITON, compiler=NO_TRITON)
         (NAKED, "bf16", {}, {"norm": "plain", "entropy": "plain", "attention": "blocked"}),
         (GPU, "bf16", {"head": "whole"}, {"entropy": "plain", "norm": "triton"}),
         (AMX, "bf16", {"products": "widened"}, {"products": "widened"}),
-        (CPU, "fp32", {"compile": "block"}, {"compile": "block"}),
+        (CPU, "fp32", {"compile": "block"}, {"compile": "block", "attention": "blocked"}),
+        (AMX, "bf16", {"compile": "block"}, {"attention": "rebuilt"}),
+        (AMX, "fp32", {"compile": "block"}, {"attention": "blocked"}),
+        (CPU, "bf16", {"compile": "block"}, {"attention": "blocked"}),
+        (AMX, "bf16", {}, {"attention": "blocked"}),
+        (GPU, "bf16", {"compile": "block"}, {"attention": "flex"}),
     ],
 )
 def test_what_is_chosen(machine: Machine, precision: Any, settings: Any, expected: dict[str, str]) -> None:
@@ -69,6 +74,12 @@ def test_what_is_chosen(machine: Machine, precision: Any, settings: Any, expecte
         (CPU, {"experts": "grouped"}, "grouped products need bf16 on a GPU; use auto or loop, sorted"),
         (replace(CPU, compiler="no compiler"), {"compile": "block"}, "compile=block .*: no compiler; use"),
         (CPU, {"products": "widened"}, "the numbers are fp32 already"),
+        (
+            AMX,
+            {"attention": "rebuilt"},
+            "attention=rebuilt is not possible here: it is for products of 16-bit",
+        ),
+        (GPU, {"attention": "rebuilt"}, "torch's own backward pass is faster on a GPU; use auto or whole"),
         (CPU, {"products": "float8"}, "8-bit products are for train.precision=bf16"),
     ],
 )

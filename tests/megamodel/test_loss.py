@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from megamodel.data.batch import IGNORE
+from megamodel.kernels.head import VocabularyRows, projected
 from megamodel.loss import Loss, cross_entropy
 from parallel.mesh import build_mesh
 from parallel.tensor import VocabularyShard
@@ -132,3 +133,20 @@ def test_split_over_tp_it_equals_one_process(vocabulary: int, tp: int, ranks: Ra
         np.testing.assert_array_equal(result[2], largest.numpy())
     joined = np.concatenate([result[3] for result in results], axis=-1)
     np.testing.assert_allclose(joined, gradient.numpy(), rtol=1e-5, atol=1e-6)
+
+
+def test_a_whole_head_multiplies_16_bit_operands_in_fp32_where_asked() -> None:
+    """Logits around 200, which bf16 knows to within a half."""
+    source = torch.Generator().manual_seed(4)
+    x = torch.randn(2, 9, 64, generator=source).bfloat16()
+    weight = (10 * torch.randn(50, 64, generator=source)).bfloat16()
+    targets = torch.randint(50, (2, 9), generator=source)
+    exact = F.cross_entropy(
+        (x.double() @ weight.double().t()).flatten(0, 1), targets.flatten(), reduction="sum"
+    )
+    errors = {}
+    for widened in (True, False):
+        loss = Loss(z_weight=0.0, widened=widened)
+        found = loss(projected(x, weight, None, VocabularyRows(50)), (targets, torch.tensor(1.0)))
+        errors[widened] = abs(float(found) - float(exact)) / float(exact)
+    assert errors[True] < 1e-6 < 1e-4 < errors[False]

@@ -157,6 +157,7 @@ def build(case: Case) -> Engine:
             group=mesh.tp,
             consume=True,
             chunked=head and replace(head, workspace_bytes=4 * 256 * 5),  # several chunks a micro-batch
+            widened=choices["products"].form == "widened",
         ),
         mesh=mesh,
         make_optimizer=adamw,
