@@ -155,7 +155,7 @@ class Rope(Position):
         tables = self._tables
         # No look at the largest position where the number of tokens bounds it, as in training.
         length = positions.shape[-1]
-        if tables is None or tables[0].shape[0] < length or not self.training:
+        if positions.numel() and (tables is None or tables[0].shape[0] < length or not self.training):
             length = max(length, int(positions.max()) + 1)
         cos, sin = self.tables(length, positions.device)
         return cos[positions], sin[positions]
@@ -238,7 +238,7 @@ class Learned(Position):
     def embed(self, x: Tensor, positions: Tensor) -> Tensor:
         # As many places as that may be beyond the end; only then a GPU is asked.
         longer = positions.shape[-1] > self.settings.max_positions or not self.training
-        most = int(positions.max()) if longer else 0
+        most = int(positions.max()) if longer and positions.numel() else 0
         if most >= self.settings.max_positions:
             raise ValueError(
                 f"position {most} is beyond model.position.max_positions ({self.settings.max_positions}): "
@@ -394,7 +394,7 @@ class TransformerXL(Position):
         heads = q.shape[2]
         distance = (query_positions[:, :, None] - key_positions[:, None, :]).clamp(min=0)  # (B, S, N)
         # In training no key is farther than a row is long; to ask a GPU would make the host wait.
-        count = k.shape[1] if self.training else int(distance.max()) + 1
+        count = k.shape[1] if self.training or not distance.numel() else int(distance.max()) + 1
         places = torch.arange(count, dtype=torch.float64, device=q.device)
         theta = torch.arange(0, self.d_model, 2, dtype=torch.float64, device=q.device) / self.d_model
         angles = places[:, None] * self.base**-theta

@@ -11,7 +11,7 @@ from megamodel.attend import Seen
 from megamodel.config import Model
 from megamodel.model import Transformer
 from megamodel.norm import Norm, build_norm
-from megamodel.position import Buckets, Site, alibi_slopes
+from megamodel.position import Buckets, Site, alibi_slopes, build_absolute, build_position
 from megamodel.rope_scaling import NtkScaling, frequencies
 from parallel.piece import pieces_of
 from parallel.tensor import TensorParallel
@@ -36,6 +36,20 @@ def test_alibi_slopes() -> None:
     """8 heads: 1/2 .. 1/256; 6: those of 4, then every second of 8."""
     assert alibi_slopes(8).tolist() == [2.0**-h for h in range(1, 9)]
     assert alibi_slopes(6).tolist() == [2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8, 2.0**-1, 2.0**-3]
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("position", POSITIONS)
+def test_positions_of_no_token(position: str, training: bool) -> None:
+    attention = {"n_heads": 2, "n_kv_heads": 2, "head_width": 8}
+    settings = parse(Model, {"attention": attention, "position": POSITIONS[position]}).position
+    site = Site("x", 2, 8, 16, 1.0, TensorParallel())
+    none, q = torch.zeros(3, 0, dtype=torch.int64), torch.zeros(3, 0, 2, 8)
+    encoding = build_position(settings, site).train(training)
+    assert encoding.turn(q, none, none).shape == q.shape
+    bias = encoding.bias(q, q, none, none, 1.0)
+    assert bias is None or bias.shape[2:] == (0, 0)
+    assert build_absolute(settings, site).train(training).embed(q.flatten(2), none).shape == (3, 0, 16)
 
 
 def test_buckets_are_exact_then_logarithmic() -> None:

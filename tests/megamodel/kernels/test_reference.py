@@ -13,7 +13,7 @@ from torch import Tensor
 from megamodel.data.batch import IGNORE
 from megamodel.kernels import reference
 from megamodel.norm import STANDARDISED, Norm, Normalise, scaled
-from megamodel.position import Rope
+from tests.megamodel.kernels import exact
 
 PLAIN = {"eps": 1e-3, "offset": 0.0, "rounds_first": False}
 
@@ -90,14 +90,18 @@ def test_a_rotation_is_a_product_of_complex_numbers(interleaved: bool) -> None:
     torch.testing.assert_close(pairs(turned), pairs(x) * unit[:, :, None], rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("pairs", ["half", "interleaved"])
+@pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rotations_are_the_models(pairs: str, dtype: torch.dtype) -> None:
-    rope = Rope(Rope.Config(fraction=0.5, pairs=pairs), 20)
-    x, positions = draw(2, 5, 3, 20, dtype=dtype), torch.arange(5).expand(2, 5)
-    cos, sin = (table[positions] for table in rope.tables(5, x.device))
-    ours = reference.rotate(x, cos, sin, interleaved=pairs == "interleaved")
-    assert ours.dtype == dtype and torch.equal(ours, rope.turn(x, positions))
+def test_a_rotation_is_rounded_once(interleaved: bool, dtype: torch.dtype) -> None:
+    """In bf16 too: what is turned in fp32 and rounded is what is turned in fp64 and rounded."""
+    x, turn = draw(2, 5, 3, 20, dtype=dtype), draw(2, 5, 5, seed=1)
+    cos, sin = 1.3 * turn.cos(), 1.3 * turn.sin()
+    ours = reference.rotate(x, cos.float(), sin.float(), interleaved=interleaved)
+    expected = exact.turned(x.double(), turn, 1.3, interleaved=interleaved).to(dtype)
+    assert ours.dtype == dtype
+    if dtype == torch.bfloat16:
+        assert torch.equal(ours, expected)
+    torch.testing.assert_close(ours, expected, rtol=0, atol=1e-6)
 
 
 def test_norm_and_rotation_are_one_after_the_other() -> None:

@@ -22,12 +22,13 @@ from tests.megamodel.kernels.agreement import (
     leaf,
     norm_options,
     tolerance,
+    triton_module,
     vectors,
 )
 
-triton_norm = pytest.importorskip("megamodel.kernels.triton_norm")
-triton_rotate = pytest.importorskip("megamodel.kernels.triton_rotate")
-triton_gate = pytest.importorskip("megamodel.kernels.triton_gate")
+triton_norm = triton_module("norm")
+triton_rotate = triton_module("rotate")
+triton_gate = triton_module("gate")
 
 
 # Under the interpreter numpy speaks of the infinities that the formulas, and some tests, go through.

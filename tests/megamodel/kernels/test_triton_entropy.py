@@ -15,9 +15,10 @@ from tests.megamodel.kernels.agreement import (
     draw,
     leaf,
     tolerance,
+    triton_module,
 )
 
-triton_entropy = pytest.importorskip("megamodel.kernels.triton_entropy")
+triton_entropy = triton_module("entropy")
 
 
 # Under the interpreter numpy speaks of the infinities that the formulas, and some tests, go through.

@@ -16,20 +16,22 @@ from torch import Tensor
 from megamodel.kernels import reference
 from tests.megamodel.kernels.agreement import (
     FP32,
+    LAYOUTS,
     Function,
     agree,
     angles,
     draw,
     leaf,
     norm_options,
+    triton_module,
     vectors,
 )
 
-triton_norm = pytest.importorskip("megamodel.kernels.triton_norm")
-triton_rotate = pytest.importorskip("megamodel.kernels.triton_rotate")
-triton_gate = pytest.importorskip("megamodel.kernels.triton_gate")
-triton_entropy = pytest.importorskip("megamodel.kernels.triton_entropy")
-triton_rows = pytest.importorskip("megamodel.kernels.triton_rows")
+triton_norm = triton_module("norm")
+triton_rotate = triton_module("rotate")
+triton_gate = triton_module("gate")
+triton_entropy = triton_module("entropy")
+triton_rows = triton_module("rows")
 
 ROOT = Path(__file__).resolve().parents[3]
 OPTIONS = norm_options("layernorm", 0.0, False)
@@ -69,13 +71,6 @@ def operations() -> dict[str, tuple[Function, Function, list[Tensor]]]:
 OPERATIONS = pytest.mark.parametrize(
     "name", ["norm", "add_norm", "rotate", "norm_rotate", "gate", "activate"]
 )
-LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "expanded to all": lambda y: torch.ones((), device=y.device).expand_as(y),
-    "expanded over the batch": lambda y: torch.randn_like(y[:1]).expand_as(y),
-    "transposed": lambda y: torch.randn_like(y.transpose(0, 3).contiguous()).transpose(0, 3),
-    "reversed dimensions": lambda y: torch.randn_like(y.permute(2, 1, 0, 3).contiguous()).permute(2, 1, 0, 3),
-    "every second": lambda y: torch.randn_like(torch.cat((y, y), -1))[..., ::2],
-}
 
 
 @OPERATIONS
