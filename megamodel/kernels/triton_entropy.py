@@ -58,7 +58,7 @@ def _gradient(
     at = logits + row * step + column
     target = tl.load(targets + row * step_target)
     valid = target != IGNORED
-    x = tl.load(at, mask=(column < columns) & valid, other=0.0).to(tl.float32)
+    x = tl.load(at, mask=tl.where(valid, column < columns, False), other=0.0).to(tl.float32)
     c_loss = tl.load(coefficient + row * step_coefficient).to(tl.float32)
     c_z = tl.load(other + row * step_other).to(tl.float32)
     grad = (c_loss + c_z) * tl.exp(x - tl.load(log_z + row * step_z).to(tl.float32))
