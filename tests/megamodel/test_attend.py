@@ -204,14 +204,18 @@ class Largest(TorchDispatchMode):
         {"documents": True},
         {"documents": True, "seen": Seen(window=64)},
         {"seen": Seen(window=64), "softcap": 5.0},
+        {"seen": Seen(window=64), "sinks": True},
+        {"seen": Seen(window=64), "dropout": 0.1},
+        {"seen": Seen(window=64), "documents": True, "softcap": 5.0, "sinks": True, "dropout": 0.1},
     ],
 )
 def test_nothing_of_length_squared_is_made(case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """4 heads of 2,048 tokens with a window, or documents, of 64: no tensor has even a tenth of S x S."""
+    """4 heads of 1,024 tokens with a window, or documents, of 64: no tensor has even a tenth of S x S."""
     monkeypatch.setattr(attend, "QUERIES", 64)
-    length = 2048
+    length = 1024
     q, k, v = (torch.randn(1, length, 4, 8, requires_grad=True) for _ in range(3))
-    dropout = KeyedDropout(0.0, seed=1, layer=0, site="attention", clock=Clock())
+    dropout = KeyedDropout(case.get("dropout", 0.0), seed=1, layer=0, site="attention", clock=Clock())
+    sinks = torch.zeros(4, requires_grad=True) if case.get("sinks") else None
     module = Attend(
         scale=1.0,
         seen=case.get("seen", Seen()),
@@ -222,9 +226,9 @@ def test_nothing_of_length_squared_is_made(case: dict[str, Any], monkeypatch: py
     )
     positions = (torch.arange(length) % 64)[None]
     with Largest() as largest:
-        module(q, k, v, positions, torch.arange(1)).sum().backward()
+        module(q, k, v, positions, torch.arange(1), sinks=sinks).sum().backward()
     assert largest.elements < length**2 / 10
     module.backend = "whole"
     with Largest() as largest:
-        module(q, k, v, positions, torch.arange(1)).sum().backward()
+        module(q, k, v, positions, torch.arange(1), sinks=sinks).sum().backward()
     assert largest.elements >= length**2

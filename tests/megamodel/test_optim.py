@@ -3,12 +3,14 @@
 import itertools
 import math
 from fractions import Fraction
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from conf.typed import config, parse, setting
 from megamodel.optim import (
@@ -274,3 +276,35 @@ def test_one_update_is_adamw_by_hand() -> None:
     state = optimizer.state[module.weight]
     assert state["exp_avg"].item() == pytest.approx(0.2 * 0.5, rel=1e-6)
     assert state["exp_avg_sq"].item() == pytest.approx(0.1 * 0.25, rel=1e-6)
+
+
+class Names(TorchDispatchMode):
+    """Of the operations that change an optimizer's parameters, those that were run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(function.overloadpacket.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+def test_adamw_is_fused_on_this_device() -> None:
+    """One operation updates all tensors of a group, and nothing else touches them."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    module = Tied().to(device)
+    for parameter in module.parameters():
+        parameter.grad = torch.ones_like(parameter) if parameter.requires_grad else None
+    optimizer = adamw(module, Optim())
+    assert [group["fused"] for group in optimizer.param_groups] == [True, True]
+    optimizer.step()  # makes the moments
+    with Names() as names:
+        optimizer.step()
+    assert names.seen.count("_fused_adamw_") == 2
+    assert not {"lerp_", "addcmul_", "addcdiv_", "_foreach_addcdiv_"} & set(names.seen)
+
+
+def test_adamw_is_not_fused_where_torch_has_no_such_form() -> None:
+    optimizer = adamw(Tied().to("meta"), Optim())
+    assert [group["fused"] for group in optimizer.param_groups] == [False, False]

@@ -45,7 +45,7 @@ class Case:
     precision: str = "fp32"
     recompute: str = "none"
     recompute_every: int = 1
-    kernels: tuple[tuple[str, str], ...] = ()
+    kernels: tuple[tuple[str, Any], ...] = ()
     stage_layers: tuple[int, ...] | None = None
     dropout: float = 0.0
     documents: bool = False
@@ -139,6 +139,8 @@ def build(case: Case) -> Engine:
     forms = parse(Kernels, dict(case.kernels))
     choices = choose(forms, this_machine(mesh.device), case.precision)  # type: ignore[arg-type]
     head = chunked(choices, forms)
+    if head is not None and head.workspace_bytes is None:
+        head = replace(head, workspace_bytes=4 * 256 * 5)  # several chunks a micro-batch
     return Engine(
         layers(
             model,
@@ -156,7 +158,7 @@ def build(case: Case) -> Engine:
             start=shard.start,
             group=mesh.tp,
             consume=True,
-            chunked=head and replace(head, workspace_bytes=4 * 256 * 5),  # several chunks a micro-batch
+            chunked=head,
             widened=choices["products"].form == "widened",
         ),
         mesh=mesh,
