@@ -5,7 +5,7 @@ B batch, S queries, N keys, H query heads, K key/value heads (H a multiple of K)
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -100,8 +100,9 @@ class Attend(nn.Module):
 
     backend: whole, the definition with all scores in memory; sdpa, torch's own where it has the form, with
     a mask of S x S where it needs one; blocked, 256 queries at a time with the keys that they see, whole
-    documents at a time, memory linear in S; flex, torch's flex_attention on a GPU, linear too; rebuilt, as
-    blocked, but plain rows in 16 bit have a backward pass for torch.compile.
+    documents at a time, memory linear in S (but for sparse patterns, whose masks are kept); flex, torch's
+    flex_attention on a GPU, linear too; rebuilt, as blocked, but plain rows in 16 bit have a backward pass
+    for torch.compile.
     """
 
     def __init__(
@@ -212,6 +213,7 @@ class Attend(nn.Module):
         sinks: Tensor | None,
     ) -> Tensor:
         """The definition for some queries at a time; their scores are made again in the backward pass."""
+        sinks = None if sinks is None else wide(sinks)  # its gradient is a sum over the blocks
         parts = []
         for queries, keys in blocks_of(q.shape[2], self.seen):
 
@@ -277,15 +279,25 @@ class Attend(nn.Module):
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Every earlier key; q (B, H, S, E), k and v (B, K, S, E)."""
-    grouped = q.shape[1] != k.shape[1]
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
+    """Every earlier key; q (B, H, S, E), k (B, K, S, E), v (B, K, S, V)."""
+    return _by_torch(q, k, v, is_causal=True, scale=scale)
 
 
 def masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
     """The keys of a mask, bool, or a summand of the scores, in q's dtype."""
+    return _by_torch(q, k, v, attn_mask=mask, scale=scale)
+
+
+def _by_torch(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
+    """torch's own attention. On a CPU it makes all scores where values are not as wide as keys: zeros make
+    them so, which change nothing."""
+    width, values = q.shape[-1], v.shape[-1]
+    if not q.is_cuda and width < values:
+        q, k = (F.pad(x, (0, values - width)) for x in (q, k))
+    elif not q.is_cuda and values < width:
+        v = F.pad(v, (0, width - values))
     grouped = q.shape[1] != k.shape[1]
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped)
+    return F.scaled_dot_product_attention(q, k, v, enable_gqa=grouped, **how)[..., :values]
 
 
 def blocks_of(length: int, seen: Seen) -> list[tuple[slice, slice]]:

@@ -379,6 +379,9 @@ def memory(form: Form, backend: str) -> tuple[int, int]:
 
 
 LINEAR = {
+    "narrow values": Form(value_width=10),
+    "wide values, documents": Form(value_width=40, documents=True),
+    "narrow values, window": Form(value_width=10, seen=WINDOW),
     "window": Form(seen=WINDOW),
     "documents": Form(documents=True),
     "documents, window": Form(documents=True, seen=WINDOW),
@@ -394,7 +397,8 @@ LINEAR = {
 def test_memory_is_linear_in_the_length(form: Form) -> None:
     """Twice the tokens need twice of it, within a tenth; with all scores in memory four times, as a check."""
     short, long = (
-        replace(form, rows=1, heads=4, keys=2, width=8, value_width=8, length=n) for n in (256, 512)
+        replace(form, rows=1, heads=4, keys=2, width=8, value_width=form.value_width * 8 // 20, length=n)
+        for n in (256, 512)
     )
     for less, more in zip(memory(short, "blocked"), memory(long, "blocked"), strict=True):
         assert more <= 2.1 * less

@@ -168,8 +168,8 @@ def test_every_product_has_the_form(form: str, product: object, build: Build) ->
 
 @pytest.mark.parametrize(("form", "dtype"), [("native", torch.bfloat16), ("widened", torch.float32)])
 def test_in_which_numbers_is_multiplied(form: str, dtype: torch.dtype) -> None:
-    """Of a model in bf16 whose router, which is fp32 in every form, is left out."""
-    choices, _ = chosen("bf16", products=form, attention="whole")
+    """Of a model in bf16 without what is fp32 in every form: a router, explicit scores."""
+    choices, _ = chosen("bf16", products=form, attention="sdpa")
     dense = parse(
         Model,
         {
