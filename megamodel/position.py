@@ -180,6 +180,12 @@ def rotated_width(settings: "Rope.Config", head_width: int) -> int:
         raise ValueError(
             f"model.position.scaling has {len(factors)} factors, but {rotated // 2} pairs are rotated"
         )
+    if rotated == 2 and settings.scaling.kind in ("ntk", "dynamic"):
+        raise ValueError(
+            f"model.position.scaling.kind={settings.scaling.kind} stretches all pairs but the fastest, and "
+            f"head_width ({head_width}) x model.position.fraction ({settings.fraction}) is one pair; rotate 4 "
+            "or more"
+        )
     return rotated
 
 
