@@ -182,7 +182,7 @@ def rotated_width(settings: "Rope.Config", head_width: int) -> int:
         )
     if rotated == 2 and settings.scaling.kind in ("ntk", "dynamic"):
         raise ValueError(
-            f"model.position.scaling.kind={settings.scaling.kind} stretches all pairs but the fastest, and "
+            f"model.position.scaling.kind={settings.scaling.kind} stretches all but the fastest pair, and "
             f"head_width ({head_width}) x model.position.fraction ({settings.fraction}) is one pair; rotate 4 "
             "or more"
         )
