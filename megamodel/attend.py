@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megamodel.dropout import KeyedDropout
-from megamodel.kernels import flex, rebuilt
+from megamodel.kernels import flex, products, rebuilt
 from megamodel.kernels.reference import wide
 from parallel.outside import Outside
 
@@ -247,10 +247,8 @@ class Attend(nn.Module):
         heads, length = q.shape[1:3]
         # The queries that share a key/value head stand under each other: no key is repeated.
         grouped = q.unflatten(1, (k.shape[1], -1)).flatten(2, 3)  # (B, K, H / K S, E)
-        # In 16 bit a score of 200 is off by up to a half. A GPU's products round what they give.
-        operands = (grouped, k) if q.is_cuda else (wide(grouped), wide(k))
-        scores = (operands[0] @ operands[1].transpose(-1, -2)).unflatten(2, (-1, length)).flatten(1, 2)
-        scores = wide(scores) * self.scale  # (B, H, S, N)
+        scores = products.scores(grouped, k).unflatten(2, (-1, length)).flatten(1, 2)  # (B, H, S, N)
+        scores = wide(scores) * self.scale
         if self.softcap is not None:
             scores = self.softcap * torch.tanh(scores / self.softcap)
         if bias is not None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from conf.typed import config, setting, union
 from megamodel.kernels import reference
-from megamodel.rope_scaling import VARYING, Scaling, Unscaled, frequencies, regime
+from megamodel.rope_scaling import VARYING, Scaling, Unscaled, check_rotated, frequencies, regime
 from parallel.lookup import rows_of
 from parallel.piece import Fill, Piece, tag
 from parallel.tensor import Heads, TensorParallel, by_heads, replicated
@@ -175,17 +175,7 @@ def rotated_width(settings: "Rope.Config", head_width: int) -> int:
             f"RoPE turns pairs: head_width ({head_width}) x model.position.fraction "
             f"({settings.fraction}) gives {rotated} components; choose an even number"
         )
-    factors = getattr(settings.scaling, "short", None)
-    if factors is not None and len(factors) != rotated // 2:
-        raise ValueError(
-            f"model.position.scaling has {len(factors)} factors, but {rotated // 2} pairs are rotated"
-        )
-    if rotated == 2 and settings.scaling.kind in ("ntk", "dynamic"):
-        raise ValueError(
-            f"model.position.scaling.kind={settings.scaling.kind} stretches all but the fastest pair, and "
-            f"head_width ({head_width}) x model.position.fraction ({settings.fraction}) is one pair; rotate 4 "
-            "or more"
-        )
+    check_rotated(settings.scaling, rotated)
     return rotated
 
 

@@ -139,6 +139,20 @@ def magnitude(factor: float, scale: float = 1.0) -> float:
     return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
+def check_rotated(scaling: Any, rotated: int) -> None:
+    """ValueError where a scaling is not for `rotated` components."""
+    factors = getattr(scaling, "short", None)
+    if factors is not None and len(factors) != rotated // 2:
+        raise ValueError(
+            f"model.position.scaling has {len(factors)} factors, but {rotated // 2} pairs are rotated"
+        )
+    if rotated == 2 and isinstance(scaling, NtkScaling | DynamicScaling):
+        raise ValueError(
+            f"model.position.scaling.kind={scaling.kind} stretches all but the fastest pair, and only one is "
+            "rotated; make model.attention.head_width x model.position.fraction 4 or more"
+        )
+
+
 def plain_frequencies(base: float | Tensor, rotated: int) -> Tensor:
     """theta_t in fp64, (..., R / 2) for a base of shape (...)."""
     device = base.device if isinstance(base, Tensor) else "cpu"  # a copy there would make the host wait

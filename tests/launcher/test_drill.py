@@ -18,6 +18,7 @@ from tests.launcher.test_report import Page
 __all__ = ["place"]
 
 
+@pytest.mark.slow  # a clean run and one for each fault
 def test_a_short_drill_reports_every_fault(place: Path) -> None:
     given = ["data=files", "data.paths=[text]", "tokenizer.vocab_size=300", "model.vocab_size=300"]
     small = f"train={[*given, 'train.sequence_length=16']}"

@@ -157,7 +157,7 @@ def test_the_norms_of_each_layout() -> None:
         ({"attention": {"head_width": 7}}, "choose an even number"),
         (
             {"attention": {"head_width": 2}, "position": {"scaling": {"kind": "ntk", "factor": 2.0}}},
-            "is one pair; rotate 4 or more",
+            "stretches all but the fastest pair, and only one is rotated",
         ),
         ({"experts": {"kind": "routed", "dense_layers": [9]}}, "not among the 6 layers"),
         ({"norm": {"gain": False, "offset": 1.0}}, "needs norm.gain"),
