@@ -230,7 +230,9 @@ def _costs(run: Run, cursor: Cursor) -> tuple[float, float]:
         speed = f", {written.bytes / max(written.seconds, 1e-9) / 2**20:,.0f} MiB/s" if written.bytes else ""
         metrics.note(f"saved {written.path} ({written.seconds:.2f} s{speed})")
     stall = NOTHING if costs.stall_seconds is None else costs.stall_seconds
-    return stall, costs.written[-1].seconds if costs.written else NOTHING
+    # Of the main rank, which ends last: told by each, one write would be in the records of two steps.
+    told = costs.written if run.engine.mesh.is_main else []
+    return stall, told[-1].seconds if told else NOTHING
 
 
 def advance(cursor: Cursor, fed: LoadedStep, result: StepResult) -> Cursor:
