@@ -30,6 +30,7 @@ def overrides(
         "run.dir": folder / name,
         "data": "files",
         "data.paths": f"[{tokens}]",
+        "data.isolate_documents": "false",  # the other entries' rows are one document each
         "tokenizer": "ids",
         "tokenizer.vocab_size": model.vocab_size,
         "tokenizer.eos_id": EOS,
