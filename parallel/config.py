@@ -42,10 +42,7 @@ class Parallel:
             raise ValueError(f"parallel.recompute_every ({self.recompute_every}) must be at least 1")
         if self.recompute_every > 1 and self.recompute == "none":
             raise ValueError(nothing_recomputed(self.recompute_every))
-        if self.bucket_bytes < 0:
-            raise ValueError(
-                f"parallel.bucket_bytes ({self.bucket_bytes}) must be at least 0, which is: after backward"
-            )
+        check_bucket(self.bucket_bytes)
         if self.sequence_parallel and self.tp == 1:
             raise ValueError(
                 "parallel.sequence_parallel=true needs parallel.tp of 2 or more (it is 1); "
@@ -61,6 +58,14 @@ class Parallel:
                 raise ValueError(
                     f"parallel.stage_layers {self.stage_layers}: each stage needs at least one block"
                 )
+
+
+def check_bucket(bucket_bytes: int) -> None:
+    """ValueError for less than nothing; for runs and for plans."""
+    if bucket_bytes < 0:
+        raise ValueError(
+            f"parallel.bucket_bytes ({bucket_bytes}) must be at least 0, which is: after backward"
+        )
 
 
 def nothing_recomputed(every: int) -> str:

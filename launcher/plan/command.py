@@ -24,7 +24,7 @@ from megamodel.data.config import Data
 from megamodel.forced import forced_problems
 from megamodel.kernels.config import Kernels
 from megamodel.optim import Optim
-from parallel.config import BUCKET_BYTES, Parallel, nothing_recomputed
+from parallel.config import BUCKET_BYTES, Parallel, check_bucket, nothing_recomputed
 
 
 @config
@@ -58,10 +58,7 @@ class PlannedSplit:
             )
         if self.recompute_every > 1 and self.recompute == "none":
             raise ValueError(nothing_recomputed(self.recompute_every))
-        if self.bucket_bytes < 0:
-            raise ValueError(
-                f"parallel.bucket_bytes ({self.bucket_bytes}) must be at least 0, which is: after backward"
-            )
+        check_bucket(self.bucket_bytes)
         known = search.modes()
         if self.recompute is not None and self.recompute not in known:
             raise ValueError(

@@ -1,6 +1,5 @@
 """Tokens to their experts and back, in every form, against a sum over all experts in fp64."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,18 +13,12 @@ from megamodel.init import initialise
 from megamodel.kernels.products import widened
 from megamodel.moe import Experts, Routed
 from parallel.tensor import TensorParallel
+from tests.layouts import LAYOUTS
 from tests.megamodel.test_moe import _Dirty
 
 EXPERTS, WIDTH, INNER = 6, 8, 16
 # bf16 rounds what goes between two products (2^-8 of about 10 numbers of size 1 to 30); fp32 by 2^-24.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-5}
-
-LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "contiguous": lambda x: x,
-    "transposed": lambda x: x.t().contiguous().t(),
-    "sliced": lambda x: torch.cat((x, x), 1)[:, : x.shape[1]],
-    "expanded": lambda x: x[:, :1].expand_as(x),
-}
 
 
 def experts(dtype: torch.dtype) -> Experts:

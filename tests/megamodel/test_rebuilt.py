@@ -10,17 +10,13 @@ from megamodel.attend import Attend, Seen
 from megamodel.dropout import Clock, KeyedDropout
 from megamodel.kernels import compiler
 from megamodel.kernels.rebuilt import LONGEST, attention, fits
+from tests import layouts
 
 SCALE = 0.3
 # bf16: scores, weights and their gradients are each rounded to 2^-9, and summed over the keys.
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2**-5}
 
-LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "contiguous": lambda x: x,
-    "transposed": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
-    "sliced": lambda x: torch.cat((x, x), -1)[..., : x.shape[-1]],
-    "expanded": lambda x: x[..., :1].expand_as(x),
-}
+LAYOUTS = {**layouts.LAYOUTS, "by place": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2)}
 
 
 def definition(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

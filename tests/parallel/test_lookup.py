@@ -1,7 +1,5 @@
 """Rows of the embedding and their gradient, against sums in fp64."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor
@@ -9,19 +7,13 @@ from torch import Tensor
 from parallel.lookup import rows_of
 from parallel.mesh import build_mesh
 from parallel.tensor import TensorParallel, VocabularyMatrix
+from tests.layouts import LAYOUTS
 from tests.spawn import Ranks
 
 DTYPES = [torch.float32, torch.bfloat16]
 # Of the sum, rounded once. Before, sums in fp32 are off by some 2^-24 of all that was added.
 ROUNDING = {torch.float32: 2**-24, torch.bfloat16: 2**-8}
 SUM = 1e-6
-
-LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "contiguous": lambda x: x,
-    "transposed": lambda x: x.transpose(-1, -2).contiguous().transpose(-1, -2),
-    "sliced": lambda x: torch.cat((x, x), -1)[..., : x.shape[-1]],
-    "expanded": lambda x: x[..., :1].expand_as(x),
-}
 
 
 def check(numbers: Tensor, rows: int, width: int, dtype: torch.dtype, layout: str = "contiguous") -> None:
